@@ -1,0 +1,421 @@
+"""The data plane's fast carrier: HTTP/1.1 straight from uvicorn's socket, with no ASGI in between.
+
+A subclass of uvicorn's own httptools protocol, given to it as `http=`. It serves the data plane's routes itself and
+leaves all others to the ASGI application. It adds what uvicorn has not: bounds on head and body, and deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gateway.core.errors import CallerFault, Fault, TooLarge, TooSlow
+from gateway.core.shapes import error_body, error_headers
+from gateway.core.types import Headers, Request
+
+LINGER_SECONDS = 10.0
+"""How long the rest of a refused body is read and dropped, so that the client can read why."""
+
+PIPELINED = 32
+"""Requests that one connection may send ahead of their answers."""
+
+BODY_RATE = 16384
+"""Bytes a second that a client must send on average, beyond `body_seconds`."""
+
+IDLE, HEAD, BODY = range(3)
+
+
+class _HeadTooLarge(CallerFault):
+    status = 431
+    code = "head_too_large"
+
+
+_HEAD_TOO_LARGE = _HeadTooLarge("The request's head is too large. Send fewer or shorter headers.")
+
+
+class Plane(Protocol):
+    """What a carrier needs of the data plane."""
+
+    head_bytes: int
+    body_bytes: int
+    head_seconds: float
+    body_seconds: float
+    write_seconds: float
+
+    def owns(self, path: str) -> bool: ...
+    async def serve(self, request: Request, client: Any) -> None: ...
+
+
+class Client:
+    """One request's way back to its client. uvicorn knows it as the connection's `cycle`."""
+
+    __slots__ = (
+        "_chunked", "_head", "_protocol", "body", "disconnected", "expect", "keep_alive", "length", "message_event",
+        "more_body", "on_pause", "on_resume", "refusal", "request", "response_complete", "started", "task",
+    )  # fmt: skip
+
+    def __init__(self, protocol: Carrier, request: Request, keep_alive: bool, expect: bool) -> None:
+        self._protocol = protocol
+        self._head: bytes | None = None
+        self._chunked = False
+        self.request = request
+        self.keep_alive = keep_alive
+        self.expect = expect
+        self.body: list[bytes] = []
+        self.length = 0
+        self.more_body = True
+        self.refusal: Fault | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.started = False
+        self.response_complete = False
+        self.disconnected = False
+        self.message_event = _NOTHING
+        self.on_pause: Callable[[], None] | None = None
+        self.on_resume: Callable[[], None] | None = None
+
+    @property
+    def version(self) -> str:
+        return self._protocol.version
+
+    def reply(self, status: int, headers: Headers, body: bytes) -> None:
+        """A whole answer at once."""
+        head = self._headers(status, headers)
+        head.append(b"content-length: %d\r\n\r\n" % len(body))
+        head.append(body)
+        self.started = True
+        self._protocol.transport.write(b"".join(head))
+        self._finish()
+
+    def start(self, status: int, headers: Headers, length: int | None = None) -> None:
+        """Status and headers of a streamed answer; they leave with its first bytes. `length`: of the body, if known."""
+        head = self._headers(status, headers)
+        if length is not None:
+            head.append(b"content-length: %d\r\n\r\n" % length)
+        elif self._protocol.version == "1.1":
+            self._chunked = True
+            head.append(b"transfer-encoding: chunked\r\n\r\n")
+        else:
+            self.keep_alive = False
+            head.append(b"connection: close\r\n\r\n")
+        self._head = b"".join(head)
+
+    def write(self, data: bytes) -> None:
+        """Some bytes of the body, at once."""
+        if self.disconnected:
+            return
+        if self._chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        if self._head is not None:
+            data, self._head = self._head + data, None
+            self.started = True
+        self._protocol.transport.write(data)
+
+    def end(self) -> None:
+        """The body is whole."""
+        if self.disconnected:
+            return
+        last = b"0\r\n\r\n" if self._chunked else b""
+        if self._head is not None:
+            last, self._head = self._head + last, None
+            self.started = True
+        if last:
+            self._protocol.transport.write(last)
+        self._finish()
+
+    def break_off(self) -> None:
+        """End without a clean end: the client sees a broken transfer."""
+        self.keep_alive = False
+        self.response_complete = True
+        if not self.disconnected:
+            self._protocol.transport.close()
+
+    async def flushed(self) -> bool:
+        """Wait until the client has taken what was written. False if it left instead."""
+        await self._protocol.written()
+        return not self.disconnected
+
+    def _headers(self, status: int, headers: Headers) -> list[bytes]:
+        head = [STATUS_LINE[status]]
+        for name, value in self._protocol.server_state.default_headers:
+            head += (name, b": ", value, b"\r\n")
+        for name, value in headers:
+            head += (name, b": ", value, b"\r\n")
+        if not self.keep_alive:
+            head.append(b"connection: close\r\n")
+        elif self._protocol.version == "1.0":
+            head.append(b"connection: keep-alive\r\n")
+        return head
+
+    def _finish(self) -> None:
+        self.response_complete = True
+        if self.more_body or not self.keep_alive:
+            self._protocol.linger(self)
+        else:
+            self._protocol.on_response_complete()
+
+
+class _Nothing:
+    """Stands where uvicorn sets an event: the data plane waits for no body event."""
+
+    def set(self) -> None: ...
+
+
+_NOTHING = _Nothing()
+
+
+class Carrier(HttpToolsProtocol):
+    """uvicorn's protocol, with the data plane's routes served here.
+
+    `overdue` is asked once a second of every connection instead of a timer a request.
+    """
+
+    def __init__(self, plane: Plane, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self.plane = plane
+        self.version = "1.1"
+        self.active: Client | None = None
+        self._phase = IDLE
+        self._since = self.loop.time()
+        self._head_bytes = 0
+        self._deaf = False
+        self._paused_since: float | None = None
+        self._unsent = 0
+        self._writers: list[asyncio.Future[None]] = []
+
+    # --- reading
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._deaf = True
+        except httptools.HttpParserCallbackError:
+            self._refuse_head(_HEAD_TOO_LARGE)
+        except httptools.HttpParserError as error:
+            self._refuse_head(CallerFault(f"The request is not valid HTTP/1.1: {error}.", code="invalid_http"))
+        else:
+            if self._phase == HEAD:
+                self._head_bytes += len(data)
+                if self._head_bytes > self.plane.head_bytes:
+                    self._refuse_head(_HEAD_TOO_LARGE)
+
+    def on_message_begin(self) -> None:
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
+        self._head_bytes = 0
+        self._phase = HEAD
+        self._since = self.loop.time()
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+        if len(self.url) > self.plane.head_bytes:
+            raise ValueError
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > self.plane.head_bytes:
+            raise ValueError
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self._phase = BODY
+        self._head_bytes = 0
+        path, _, query = self.url.decode("latin-1").partition("?")
+        if not self.plane.owns(path):
+            self._leave_to_asgi()
+            return
+        self.version = self.parser.get_http_version()
+        fields = dict(self.headers)
+        request = Request(self.parser.get_method().decode("ascii"), path, query, self.headers, fields, b"")
+        client = Client(self, request, self.parser.should_keep_alive(), self.expect_100_continue)
+        declared = int(fields.get(b"content-length", b"0") or b"0")
+        if declared > self.plane.body_bytes:
+            client.refusal = self._too_large()
+        self.cycle = client  # type: ignore[assignment]
+        if self.active is None:
+            self._activate(client)
+        elif len(self.pipeline) < PIPELINED:
+            self.pipeline.appendleft((client, None))  # type: ignore[arg-type]
+        else:
+            self._deaf = True
+
+    def on_body(self, body: bytes) -> None:
+        client = self.cycle
+        if type(client) is not Client:
+            super().on_body(body)
+            return
+        if client.response_complete or client.refusal is not None:
+            return
+        client.length += len(body)
+        if client.length > self.plane.body_bytes:
+            client.body.clear()
+            client.refusal = self._too_large()
+            if client is self.active:
+                self._refuse(client)
+            return
+        client.body.append(body)
+
+    def on_message_complete(self) -> None:
+        self._phase = IDLE
+        self._since = self.loop.time()
+        client = self.cycle
+        if type(client) is not Client:
+            super().on_message_complete()
+            return
+        client.more_body = False
+        if client.response_complete:
+            self.transport.close()
+            return
+        body = client.body
+        client.request.body = body[0] if len(body) == 1 else b"".join(body)
+        client.body = []
+        if client is self.active:
+            self._serve(client)
+
+    def _leave_to_asgi(self) -> None:
+        url, headers, expect = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.expect_100_continue = url, expect
+        self.headers.extend(headers)
+        super().on_headers_complete()
+
+    # --- one request after the other
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if type(cycle) is Client:
+            self._activate(cycle)
+            if not cycle.more_body:
+                self._serve(cycle)
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def _activate(self, client: Client) -> None:
+        self.active = client
+        if client.refusal is not None:
+            self._refuse(client)
+        elif client.expect and client.more_body and not client.body:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _serve(self, client: Client) -> None:
+        if not client.response_complete:
+            client.task = self.loop.create_task(self.plane.serve(client.request, client))
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        self.active = None
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            cycle, app = self.pipeline.pop()
+            self._start_asgi_task(cycle, app)
+        elif self._phase == IDLE:
+            self._since = self.loop.time()
+
+    def linger(self, client: Client) -> None:
+        """The answer is written and the connection ends; what the client still sends is read and dropped first."""
+        self.server_state.total_requests += 1
+        self._deaf = not client.more_body
+        if client.more_body:
+            self._since = self.loop.time()
+        else:
+            self.transport.close()
+
+    # --- refusing
+    def _too_large(self) -> TooLarge:
+        return TooLarge(
+            f"The body is larger than {self.plane.body_bytes} bytes. Send less, or raise limits.body_bytes.",
+        )
+
+    def _refuse(self, client: Client) -> None:
+        fault = client.refusal
+        assert fault is not None
+        client.keep_alive = False
+        client.reply(fault.status, error_headers(fault), error_body(fault, "openai"))
+
+    def _refuse_head(self, fault: Fault) -> None:
+        """Nothing on this connection can be trusted any more: an answer under way ends, then it closes."""
+        self._deaf = True
+        if self.active is not None and not self.active.response_complete:
+            self.active.keep_alive = False
+            return
+        client = Client(self, Request("", "", "", [], {}, b""), False, False)
+        client.more_body = False
+        self.active = client
+        client.reply(fault.status, error_headers(fault), error_body(fault, "openai"))
+
+    # --- time
+    def overdue(self, now: float) -> None:
+        """End the connection if its client is too slow: to send a head or a body, to take an answer, to come back."""
+        plane, waited = self.plane, now - self._since
+        if self._paused_since is not None:
+            unsent = self.transport.get_write_buffer_size()
+            if unsent < self._unsent:
+                self._paused_since, self._unsent = now, unsent
+            elif now - self._paused_since > plane.write_seconds:
+                self.transport.abort()
+        elif self._phase == HEAD:
+            if waited > plane.head_seconds:
+                self._refuse_head(TooSlow("The request's head did not arrive in time.", code="head_timeout"))
+        elif self._phase == BODY:
+            client = self.cycle
+            if type(client) is not Client:
+                return
+            if client.response_complete:
+                if waited > LINGER_SECONDS:
+                    self.transport.abort()
+            elif waited > plane.body_seconds + client.length / BODY_RATE and client is self.active:
+                client.refusal = TooSlow("The request's body did not arrive in time.", code="body_timeout")
+                self._refuse(client)
+        elif self.active is None and waited > self.timeout_keep_alive and not self._busy_with_asgi():
+            self.transport.close()
+
+    def _busy_with_asgi(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    # --- writing
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._paused_since, self._unsent = self.loop.time(), self.transport.get_write_buffer_size()
+        if self.active is not None and self.active.on_pause is not None:
+            self.active.on_pause()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._paused_since = None
+        if self.active is not None and self.active.on_resume is not None:
+            self.active.on_resume()
+        self._wake_writers()
+
+    async def written(self) -> None:
+        """Wait until the transport's buffer is below its high-water mark, or the connection is lost."""
+        if self._paused_since is not None and not self.transport.is_closing():
+            writer = self.loop.create_future()
+            self._writers.append(writer)
+            await writer
+
+    def _wake_writers(self) -> None:
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            if not writer.done():
+                writer.set_result(None)
+
+    # --- the end
+    def connection_lost(self, exc: Exception | None) -> None:
+        active, self.active = self.active, None
+        self.pipeline.clear()
+        self._paused_since = None
+        if active is not None and not active.response_complete:
+            active.disconnected = True
+            if active.task is not None:
+                active.task.cancel()
+        super().connection_lost(exc)
+        self._wake_writers()

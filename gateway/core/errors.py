@@ -1,0 +1,118 @@
+"""Every way in which the gateway refuses or fails a request, split by whose fault it is.
+
+A fault carries its HTTP status, the type and code of the OpenAI error object, whether asking again can help, and a
+message that says what to do. It becomes bytes in one place: `gateway.core.shapes`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class Fault(Exception):
+    """Base of all faults. `param` names the field, header or setting at fault; `retry_after` is in seconds."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: str = "internal_error"
+    retry: ClassVar[bool | None] = None
+    """False: asking again is useless (`x-should-retry: false`); None: the client's own rules apply."""
+
+    def __init__(
+        self, message: str, *, code: str | None = None, param: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+        if code is not None:
+            self.code = code
+
+
+class CallerFault(Fault):
+    """The request is wrong, or cannot be served under the promise that is configured."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_request"
+    retry = False
+
+
+class Unauthorized(CallerFault):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class Forbidden(CallerFault):
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+
+
+class NotFound(CallerFault):
+    status = 404
+    type = "not_found_error"
+    code = "not_found"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class WrongMethod(CallerFault):
+    status = 405
+    code = "method_not_allowed"
+
+
+class Conflict(CallerFault):
+    status = 409
+    type = "conflict_error"
+    code = "conflict"
+
+
+class Gone(CallerFault):
+    status = 410
+    type = "gone_error"
+    code = "gone"
+
+
+class TooLarge(CallerFault):
+    status = 413
+    code = "request_too_large"
+
+
+class TooSlow(CallerFault):
+    status = 408
+    code = "request_timeout"
+    retry = None
+
+
+class Busy(Fault):
+    """The gateway cannot take the request now: a full queue, no healthy replica, a drain. Safe to ask again."""
+
+    status = 503
+    type = "overloaded_error"
+    code = "unavailable"
+
+    def __init__(self, message: str, *, code: str | None = None, retry_after: int = 1) -> None:
+        super().__init__(message, code=code, retry_after=retry_after)
+
+
+class StoreFault(Busy):
+    """The shared state did not answer; nothing was claimed that could be handed out again."""
+
+    code = "store_unavailable"
+
+
+class UpstreamFault(Fault):
+    """A replica broke before it had answered."""
+
+    status = 502
+    type = "upstream_error"
+    code = "upstream_unavailable"
+
+
+class UpstreamTimeout(UpstreamFault):
+    status = 504
+    code = "upstream_timeout"

@@ -1,0 +1,92 @@
+"""The values that travel along the request path. Frozen where a decision is recorded, so that it can be recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gateway.core.document import Document, Edit
+
+Headers = list[tuple[bytes, bytes]]
+"""Header fields in the order of the message; names in lower case."""
+
+Path = tuple[str, ...]
+"""Where a field stands in a JSON body: `("sampling_params", "sampling_seed")`."""
+
+Api = Literal["openai", "anthropic", "responses", "native"]
+"""Whose shape errors have on a route."""
+
+Kind = Literal["sample", "score", "plain", "abort", "models"]
+"""sample: draws tokens, takes an index and a seed. score: draws nothing, takes an index in `content` order.
+plain: neither (tokenize …), takes no index. abort: reaches the replica that runs the named request. models: merged."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One HTTP request as a carrier read it: the head parsed, the body whole."""
+
+    method: str
+    path: str
+    query: str
+    headers: Headers
+    fields: dict[bytes, bytes]
+    """The same headers by name; of a repeated one the last."""
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """What one engine does with one route. Engines list these; the pipeline knows no engine by name."""
+
+    kind: Kind
+    api: Api
+    role: Literal["generate", "reward", "any"]
+    seed: Path | None = None
+    """Where this engine reads the seed on this route; None where the API has none."""
+    strays: tuple[Path, ...] = ()
+    """Seed fields that the engine ignores here: a client's seed in one of them is moved to `seed`."""
+    n: Path | None = None
+    """Where the number of samples a prompt stands."""
+    clones: bool = False
+    """True: with n > 1 every sample of this engine has the same seed, so the gateway fans out."""
+    inputs: tuple[str, ...] = ()
+    """Fields, of which at most one is present, that may hold several prompts or inputs."""
+    engine_id: Path | None = None
+    """Body field for the id that the engine knows the request by; None: the header X-Request-Id (or no id)."""
+    beams: Path | None = None
+    """Field that turns beam search on (true, or a width above 1). It draws nothing, and `n` then counts beams."""
+    merge: str | None = None
+    """Name of the rule in `gateway.core.fanout` that parts a request and in `gateway.core.merge` that makes one answer
+    of its children's; None: never fanned out."""
+    methods: tuple[str, ...] = ("POST",)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call to the engine: a whole request, or one child of a fan-out."""
+
+    sample: int
+    """Sample number: prompt · n + i."""
+    prompt: int
+    """Number of the prompt or input: the prompt's tokens are counted once in a merged usage."""
+    seed: int | None
+    document: Document
+    """What the edits change: the client's own body, or that body without what belongs to the siblings."""
+    edits: tuple[Edit, ...]
+    """What makes the document the child's body: n, the one prompt. Seed and id are added later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a replica, as far as hazards depend on it. Unknown is None."""
+
+    deterministic: bool | None = None
+    is_generation: bool | None = None
+    default_min_p: float | None = None
+    """min_p > 0 that the model's own generation config or preferred sampling parameters bring."""
+    priority_scheduling: bool | None = None
+
+
+Value = Mapping[str, Any]
+Check = Callable[[str, Value, Facts], None]

@@ -1,0 +1,33 @@
+"""Where indices are claimed. One file is one store; each passes tests/stores/test_contract.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.core.indexing import Ask, Claim
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeKey:
+    """Names one counter."""
+
+    run: str
+    session: str
+    identity: str
+
+
+class Store(Protocol):
+    """Owns the counters of runs. Each call is atomic; nothing else may change an index."""
+
+    epoch: int
+    """Names the store's memory: it changes when the store may have forgotten."""
+
+    async def claim(self, scope: ScopeKey, ask: Ask, settle_seconds: float) -> Claim:
+        """Take an index; waits at most `settle_seconds` where the rule says wait. Raises `Conflict`, `StoreFault`."""
+
+    async def complete(self, scope: ScopeKey, index: int) -> bool:
+        """The answer of one claim has ended. Says whether the index raced."""
+
+    async def settle(self, scope: ScopeKey, index: int, *, used: bool) -> bool:
+        """One claim is over. True if the index is released now."""

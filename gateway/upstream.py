@@ -1,0 +1,333 @@
+"""Connections to replicas: the only module that sends a client's request upstream.
+
+A connection carries one exchange at a time. Bytes go from the replica's socket to whoever reads the exchange in the
+same turn of the event loop; nothing here knows what they mean. Written on httptools because the common clients cost
+more than the rest of the gateway together (docs/decisions/0002-own-upstream-connection.md); tests/test_upstream.py
+holds it and a library client to one contract.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+import httptools
+
+from gateway.core.types import Headers
+
+HEAD_BYTES = 65536
+"""Bound of a replica's response head, in bytes of names and values."""
+
+Phase = Literal["connect", "send", "body"]
+
+
+class Broken(Exception):
+    """A replica broke its answer off. `phase` says how far it was: no connection, no head yet, in the body."""
+
+    def __init__(self, reason: str, phase: Phase, *, stale: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.phase = phase
+        self.stale = stale
+        """The connection had been idle and closed without a byte: the replica most likely never saw the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a replica listens, taken from its configured URL."""
+
+    host: str
+    port: int
+    tls: bool
+    prefix: str
+
+    @classmethod
+    def parse(cls, url: str) -> Address:
+        parts = urlsplit(url)
+        tls = parts.scheme == "https"
+        return cls(parts.hostname or "", parts.port or (443 if tls else 80), tls, parts.path.rstrip("/"))
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
+
+
+class Exchange:
+    """One request sent and its answer. Ends exactly once: complete, broken or aborted."""
+
+    __slots__ = ("_chunks", "_connection", "_error", "_sink", "_waiter", "complete", "headers", "reused", "status")
+
+    def __init__(self, connection: Connection, reused: bool) -> None:
+        self._connection: Connection | None = connection
+        self._chunks: list[bytes] = []
+        self._sink: Callable[[bytes], None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: Broken | None = None
+        self.status = 0
+        self.headers: Headers = []
+        self.complete = False
+        self.reused = reused
+
+    async def head(self) -> None:
+        """Wait until status and headers are there. Raises `Broken`."""
+        while not self.status:
+            await self._wait()
+
+    async def begun(self) -> None:
+        """Wait until the first body byte is there, or the end of an empty body. Raises `Broken`."""
+        while not (self._chunks or self.complete):
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """The whole body. Raises `Broken`."""
+        while not self.complete:
+            await self._wait()
+        chunks = self._chunks
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def pipe(self, sink: Callable[[bytes], None]) -> None:
+        """Give every body byte to `sink` as it comes, from those that are already here to the last. Raises `Broken`."""
+        if self._chunks:
+            held, self._chunks = b"".join(self._chunks), []
+            sink(held)
+        self._sink = sink
+        try:
+            while not self.complete:
+                await self._wait()
+        finally:
+            self._sink = None
+
+    def abort(self, reason: str = "aborted") -> None:
+        """Close the connection in mid-answer, which both engines take as a cancellation. Harmless after the end."""
+        connection, self._connection = self._connection, None
+        if connection is not None and not self.complete:
+            connection.exchange = None
+            connection.close()
+            self._fail(Broken(reason, "body" if self.status else "send"))
+
+    def pause(self) -> None:
+        """Stop reading from the replica until `resume`: the client is slower."""
+        if self._connection is not None and not self.complete:
+            self._connection.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._connection is not None and not self.complete:
+            self._connection.transport.resume_reading()
+
+    async def _wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        waiter = self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+        if self._error is not None:
+            raise self._error
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, error: Broken) -> None:
+        self._error = error
+        self._wake()
+
+    def _body(self, data: bytes) -> None:
+        if self._sink is not None:
+            self._sink(data)
+        else:
+            self._chunks.append(data)
+
+
+class Connection(asyncio.Protocol):
+    """One socket to a replica. The parser's callbacks collect; `data_received` hands over once per read."""
+
+    def __init__(self, pool: Connections) -> None:
+        self.pool = pool
+        self.exchange: Exchange | None = None
+        self.transport: asyncio.Transport
+        self.closed = False
+        self.idle_since = 0.0
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: Headers = []
+        self._head_bytes = 0
+        self._body: list[bytes] = []
+        self._ended = False
+        self._until_close = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def close(self) -> None:
+        self.closed = True
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self.exchange is None:
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._break("the replica answered with a protocol switch")
+        except httptools.HttpParserError as error:
+            self._break(f"the replica's answer is not valid HTTP: {error}")
+        else:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        exchange = self.exchange
+        if exchange is None:
+            return
+        if self._body:
+            body = self._body
+            data = body[0] if len(body) == 1 else b"".join(body)
+            self._body = []
+        else:
+            data = b""
+        if self._ended:
+            self._ended = False
+            self.exchange = None
+            exchange.complete = True
+            exchange._connection = None
+            if self._parser.should_keep_alive() and not self._until_close:
+                self.pool.keep(self)
+            else:
+                self.close()
+        if data:
+            exchange._body(data)
+        exchange._wake()
+
+    def _break(self, reason: str, *, stale: bool = False) -> None:
+        exchange, self.exchange = self.exchange, None
+        if not self.closed:
+            self.close()
+        if exchange is not None:
+            if self._body:
+                exchange._body(b"".join(self._body))
+            exchange._connection = None
+            exchange._fail(Broken(reason, "body" if exchange.status else "send", stale=stale))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        exchange = self.exchange
+        if exchange is None:
+            return
+        if exc is None and exchange.status and self._until_close:
+            self._ended = True
+            self._hand_over()
+            return
+        reason = f"connection lost: {exc}" if exc else "the replica closed the connection"
+        self._break(reason, stale=exchange.reused and not exchange.status)
+
+    # --- callbacks of the parser
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > HEAD_BYTES:
+            raise ValueError("response head too large")
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        headers, self._headers, self._head_bytes = self._headers, [], 0
+        if status < 200 or self.exchange is None:
+            return
+        names = {name for name, _ in headers}
+        self._until_close = not (b"content-length" in names or b"transfer-encoding" in names or status in (204, 304))
+        self.exchange.headers = headers
+        self.exchange.status = status
+
+    def on_body(self, data: bytes) -> None:
+        self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        if self.exchange is not None and self.exchange.status:
+            self._ended = True
+
+
+class Connections:
+    """The connections to one replica: the last used is used first, idle ones are closed before the replica does.
+
+    `idle_seconds` must be below the replica's own keep-alive time-out (vLLM: 5 s). There is no cap: what is in flight
+    is bounded by admission, not by a socket count.
+    """
+
+    def __init__(self, url: str, *, connect_seconds: float = 5.0, idle_seconds: float = 2.0) -> None:
+        self.address = Address.parse(url)
+        self.connect_seconds = connect_seconds
+        self.idle_seconds = idle_seconds
+        self._idle: deque[Connection] = deque()
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._tls = ssl.create_default_context() if self.address.tls else None
+
+    async def send(self, head: bytes, body: bytes, *, fresh: bool = False) -> Exchange:
+        """Send one request (`head` ends with the empty line) and give its exchange. Raises `Broken("connect")`."""
+        connection = None if fresh else self._take()
+        reused = connection is not None
+        if connection is None:
+            connection = await self._connect()
+        exchange = connection.exchange = Exchange(connection, reused)
+        if len(body) < HEAD_BYTES:
+            connection.transport.write(head + body)
+        else:
+            connection.transport.writelines((head, body))
+        return exchange
+
+    def keep(self, connection: Connection) -> None:
+        """Take back a connection whose exchange is complete."""
+        loop = asyncio.get_running_loop()
+        connection.idle_since = loop.time()
+        self._idle.append(connection)
+        if self._sweeper is None:
+            self._sweeper = loop.call_later(self.idle_seconds, self._sweep)
+
+    def close(self) -> None:
+        """Close what is idle; exchanges in flight go on."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
+        while self._idle:
+            self._idle.pop().close()
+
+    def _take(self) -> Connection | None:
+        if not self._idle:
+            return None
+        oldest = asyncio.get_running_loop().time() - self.idle_seconds
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.closed:
+                continue
+            if connection.idle_since >= oldest:
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self) -> Connection:
+        address = self.address
+        try:
+            async with asyncio.timeout(self.connect_seconds):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: Connection(self), address.host, address.port, ssl=self._tls
+                )
+        except TimeoutError:
+            raise Broken(f"no connection within {self.connect_seconds:g} s", "connect") from None
+        except OSError as error:
+            raise Broken(f"cannot connect: {error.strerror or error}", "connect") from None
+        return connection
+
+    def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        oldest = loop.time() - self.idle_seconds
+        while self._idle and (self._idle[0].closed or self._idle[0].idle_since < oldest):
+            connection = self._idle.popleft()
+            if not connection.closed:
+                connection.close()
+        self._sweeper = loop.call_later(self.idle_seconds / 2, self._sweep) if self._idle else None
