@@ -1,0 +1,66 @@
+# Two commands do all the set-up on a machine with Python 3.11+ and make: `make run` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+PYTEST_ARGS ?= -n auto
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint lock vectors test-vllm test-sglang clean
+
+help: ## what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+run: $(VENV)/run.stamp ## the gateway before simulated replicas, on 127.0.0.1:8000
+	@$(BIN)/detgate demo $(ARGS)
+
+test: lint ## linters, types, layers and every test that needs no real engine
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/dev.stamp ## linters, types and layers alone
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+vectors: ## golden vectors checked by a second implementation, in Node
+	node tests/vectors/check.mjs
+
+test-vllm: $(VENV)/dev.stamp ## against real vLLM servers on the CPU, which it installs and starts
+	$(BIN)/python -m pytest tests/engines/test_vllm.py --timeout 1800 $(ARGS)
+
+test-sglang: $(VENV)/dev.stamp ## against real SGLang servers on the CPU, which it installs and starts
+	$(BIN)/python -m pytest tests/engines/test_sglang.py --timeout 1800 $(ARGS)
+
+COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --strip-extras \
+	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' $(ARGS)
+
+lock: $(VENV)/dev.stamp ## pin what pyproject.toml asks for; ARGS=--upgrade takes newer releases
+	$(COMPILE) pyproject.toml --extra redis --output-file requirements/lock.txt
+	$(COMPILE) pyproject.toml --extra redis --extra dev --constraint requirements/lock.txt \
+		--output-file requirements/dev.txt
+	$(COMPILE) requirements/build.in --constraint requirements/dev.txt --output-file requirements/build.txt
+
+clean: ## remove the environment and every cache
+	rm -rf $(VENV) build dist .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find gateway tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Python 3.11 or newer is needed, and $(PYTHON) is not: name one, as in 'make run PYTHON=python3.12'"; \
+		exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# Everything by the lock's hashes; the package itself last, by the pinned builder and nothing else.
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+EDITABLE = $(INSTALL) --no-deps --no-build-isolation --editable .
+
+$(VENV)/run.stamp: requirements/lock.txt requirements/build.txt pyproject.toml | $(BIN)/python
+	$(INSTALL) --require-hashes -r requirements/build.txt -r requirements/lock.txt
+	$(EDITABLE)
+	@touch $@
+
+$(VENV)/dev.stamp: requirements/dev.txt requirements/build.txt pyproject.toml | $(BIN)/python
+	$(INSTALL) --require-hashes -r requirements/build.txt -r requirements/dev.txt
+	$(EDITABLE)
+	@touch $@ $(VENV)/run.stamp
