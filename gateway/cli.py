@@ -1,0 +1,238 @@
+"""The command `detgate`.
+
+Each command imports what it runs when it runs: the server's parts take long to load, and `detgate seed` is called
+in loops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gateway import __version__
+
+if TYPE_CHECKING:
+    from gateway.settings import Settings
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `detgate` with `argv` (default: the process's own) and return its exit status.
+
+    2: the command line or the configuration is wrong; standard error says why, a line a fault. 130: CTRL-C.
+    """
+    args = _parser().parse_args(argv)
+    command: Command = args.command
+    from gateway.settings import InvalidSettings
+
+    try:
+        return command(args)
+    except InvalidSettings as error:
+        for line in error.lines:
+            print(f"detgate: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from gateway import serve
+    from gateway.settings import InvalidSettings
+
+    settings = _settings(args)
+    if not settings.pools:
+        raise InvalidSettings(
+            ["pools: none; list them in a file (--config), or name servers by --worker-urls"]
+        )
+    serve.run(settings)
+    return 0
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from gateway import demo
+
+    demo.run(_flags(args))
+    return 0
+
+
+def _sim(args: argparse.Namespace) -> int:
+    from gateway import sim
+
+    given = {key: value for key, value in vars(args).items() if key not in ("command", "host", "port")}
+    sim.serve(sim.SimSettings(**given), args.host, args.port)
+    return 0
+
+
+def _config(args: argparse.Namespace) -> int:
+    import json
+
+    import yaml
+
+    settings = _settings(args)
+    shown = settings.masked()
+    print(
+        json.dumps(shown, indent=2, ensure_ascii=False)
+        if args.json
+        else yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).rstrip()
+    )
+    for line in settings.warnings():
+        print(f"detgate: warning: {line}", file=sys.stderr)
+    return 0
+
+
+def _seed(args: argparse.Namespace) -> int:
+    import json
+
+    from gateway import schemes
+
+    settings = _settings(args)
+    seed = schemes.load(settings.scheme).seed(settings.seed, args.identity, args.index, args.member)
+    if args.json:
+        asked = {"identity": args.identity, "index": args.index, "member": args.member}
+        print(json.dumps({"seed": seed, "scheme": settings.scheme, "master_seed": settings.seed, **asked}))
+    else:
+        print(seed)
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    from gateway.settings import Settings
+
+    return Settings.load(args.config, os.environ, _flags(args))
+
+
+def _flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings among the flags, nested as in the file."""
+    from gateway.settings.sources import from_text, nested
+
+    assigned = (assignment.partition("=") for assignment in getattr(args, "assignments", []))
+    return nested(
+        [(key, value) for key, value in vars(args).items() if key in _SETTINGS]
+        + [(key, from_text(text, f"--set {key}")) for key, _, text in assigned]
+    )
+
+
+_SETTINGS = {
+    "seed": ("--seed", "master seed"),
+    "profile": ("--profile", "off, balanced or strict"),
+    "run": ("--run", "name of the run"),
+    "scheme": ("--scheme", "how seeds are derived: v1, areal or offset"),
+    "index_order": ("--index-order", "arrival or content"),
+    "state": ("--state", "memory, or redis://host:6379/0"),
+    "host": ("--host", "address to listen on"),
+    "port": ("--port", "port to listen on; 0: a free one"),
+    "insecure": ("--insecure", "listen off loopback without keys too"),
+    "ledger.path": ("--ledger", "folder of the runs' records"),
+    "log.level": ("--log-level", "debug, info, warning or error"),
+    "engine": ("--engine", "what runs at the worker URLs (vllm)"),
+    "worker_urls": ("--worker-urls", "servers of one pool, as URL or NAME=URL"),
+}
+"""Settings that have a flag of their own, by their key: the flag, and its help."""
+
+_FORMS: dict[str, dict[str, Any]] = {
+    "insecure": {"action": "store_true"},
+    "worker_urls": {"nargs": "+", "metavar": "URL"},
+}
+"""What a flag takes, where that is not one word."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="detgate", description="A deterministic inference gateway.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"detgate {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, command: Command, text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        added.set_defaults(command=command)
+        return added
+
+    _serve_flags(add("serve", _serve, "the gateway before the pools of the configuration"))
+    _demo_flags(add("demo", _demo, "simulated replicas with the gateway in front"))
+    _sim_flags(add("sim", _sim, "one simulated engine; POST /_sim switches its faults"))
+    _config_flags(add("config", _config, "what is in force, secrets masked"))
+    _seed_flags(add("seed", _seed, "the seed that a request gets"))
+    return parser
+
+
+def _serve_flags(parser: argparse.ArgumentParser) -> None:
+    _file_flag(parser)
+    _setting_flags(parser, _SETTINGS)
+
+
+def _config_flags(parser: argparse.ArgumentParser) -> None:
+    _serve_flags(parser)
+    parser.add_argument("--json", action="store_true", help="as JSON, not YAML")
+
+
+def _demo_flags(parser: argparse.ArgumentParser) -> None:
+    _setting_flags(parser, [key for key in _SETTINGS if key not in ("engine", "worker_urls")])
+
+
+def _seed_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("identity", metavar="IDENTITY", help="the (effective) identity, such as 17:3")
+    parser.add_argument(
+        "index", metavar="INDEX", type=_index, help="the request's place in its session, from 0"
+    )
+    parser.add_argument("--member", type=_index, help="place in the group, for scheme offset")
+    _file_flag(parser)
+    _setting_flags(parser, ["seed", "scheme"])
+    parser.add_argument("--json", action="store_true", help="with everything that it follows from")
+
+
+def _sim_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engine", required=True, choices=("vllm", "sglang"), help="which to simulate")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8100, help="port to listen on; 0: a free one")
+    engine = parser.add_argument_group("the engine", argument_default=argparse.SUPPRESS)
+    engine.add_argument("--role", choices=("generate", "reward"), help="sample, or score")
+    engine.add_argument("--model", help="name of its model")
+    engine.add_argument("--api-key", help="bearer token that it wants")
+    engine.add_argument("--max-num-seqs", type=int, help="requests in one batch")
+    engine.add_argument("--token-seconds", type=float, help="seconds of one decoding step")
+    for flag, text in (
+        ("--deterministic", "its deterministic mode"),
+        ("--batch-dependent", "answers that change with the rest of the batch"),
+        ("--prefix-cache", "a prefix cache"),
+        ("--dev-mode", "vLLM's development routes"),
+    ):
+        engine.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+
+
+def _file_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the configuration, in YAML")
+
+
+def _setting_flags(parser: argparse.ArgumentParser, keys: Iterable[str]) -> None:
+    group = parser.add_argument_group("settings", "stronger than the file and DETGATE_* variables")
+    for key in keys:
+        flag, text = _SETTINGS[key]
+        form = _FORMS.get(key, {"metavar": key.rpartition(".")[2].upper()})
+        group.add_argument(flag, dest=key, default=argparse.SUPPRESS, help=text, **form)
+    group.add_argument(
+        "--set",
+        dest="assignments",
+        type=_assignment,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any setting, as in routing.slack=inf",
+    )
+
+
+def _assignment(text: str) -> str:
+    if not text.partition("=")[1]:
+        raise argparse.ArgumentTypeError("KEY=VALUE is needed, as in routing.slack=inf")
+    return text
+
+
+def _index(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) >= 2**31:
+        raise argparse.ArgumentTypeError("a whole number from 0 to 2147483647 is needed")
+    return int(text)

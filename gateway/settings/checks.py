@@ -1,0 +1,120 @@
+"""Settings against each other: contradictions, and what is worth a warning. A line each, its key first."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from gateway.settings.schema import Lane, Pool, Routing
+
+if TYPE_CHECKING:
+    from gateway.settings import Settings
+
+
+def contradictions(settings: Settings) -> Iterator[str]:
+    """Settings that cannot hold together; the gateway does not start with them."""
+    yield from _twice(settings)
+    if settings.state != "memory" and settings.run is None:
+        yield "run: a name is needed with redis, where gateways meet in a run by its name"
+    if not (_is_loopback(settings.host) or settings.auth.api_keys or settings.insecure):
+        yield (
+            f"host: {settings.host} can be reached from elsewhere, and auth.api_keys has none; add keys, or"
+            " insecure: true"
+        )
+    for place, pool in _places(settings):
+        yield from _unusable(f"{place}.lane", pool.lane)
+        if pool.lane.scope == "session" and not settings.sessions.required:
+            yield (
+                f"{place}.lane.scope: session needs sessions.required: true, or requests without a session"
+                " share one lane"
+            )
+        if settings.profile == "strict" and pool.engine == "openai":
+            yield f"{place}.engine: openai promises nothing that profile strict could hold it to"
+        if settings.profile == "strict":
+            yield from _shared_batch(place, pool, "profile strict refuses")
+
+
+def _unusable(place: str, lane: Lane) -> Iterator[str]:
+    if lane.scope == "none" and lane.limit is not None:
+        yield f"{place}.limit: bounds nothing while scope is none"
+    if lane.scope != "none" and lane.limit is None:
+        yield f"{place}.limit: is needed with scope {lane.scope}"
+    if lane.scope != "group" and lane.members == "episode":
+        yield f"{place}.members: episode needs scope group"
+
+
+def doubts(settings: Settings) -> Iterator[str]:
+    """Settings that can be used, but not with what their owner may expect."""
+    if settings.profile == "off":
+        return
+    if settings.scheme == "offset":
+        yield "scheme: offset gives every prompt the same seeds; it is for comparison with runs that did so"
+    yield from _homeless("routing", settings.routing, settings.profile)
+    for place, pool in _places(settings):
+        if pool.routing != settings.routing:
+            yield from _homeless(f"{place}.routing", pool.routing, settings.profile)
+        if settings.profile == "balanced":
+            yield from _shared_batch(place, pool, "answers are marked reward-batched")
+    yield from _one_server(settings)
+
+
+def _homeless(place: str, routing: Routing, profile: str) -> Iterator[str]:
+    default = "wait" if profile == "strict" else "next"
+    if not math.isinf(routing.slack) and routing.on_home_down != default:
+        yield (
+            f"{place}.on_home_down: {routing.on_home_down} has no effect while slack is"
+            f" {routing.slack:g}: no key has"
+            " a home"
+        )
+
+
+def _shared_batch(place: str, pool: Pool, consequence: str) -> Iterator[str]:
+    """A reward pool whose lane lets two requests into one batch."""
+    if pool.role != "reward" or (pool.lane.scope in ("replica", "pool") and pool.lane.limit == 1):
+        return
+    key, value = (
+        ("limit", pool.lane.limit) if pool.lane.scope in ("replica", "pool") else ("scope", pool.lane.scope)
+    )
+    yield f"{place}.lane.{key}: {value} lets requests share a batch, which changes scores; {consequence}"
+
+
+def _twice(settings: Settings) -> Iterator[str]:
+    pools: dict[str, str] = {}
+    replicas: dict[str, str] = {}
+    for place, pool in _places(settings):
+        if pool.name in pools:
+            yield f"{place}.name: {pool.name} is the name of {pools[pool.name]} already"
+        pools.setdefault(pool.name, place)
+        for k, replica in enumerate(pool.replicas):
+            here = f"{place}.replicas[{k}]"
+            if replica.name in replicas:
+                yield f"{here}.name: {replica.name} is the name of {replicas[replica.name]} already"
+            replicas.setdefault(replica.name, here)
+
+
+def _one_server(settings: Settings) -> Iterator[str]:
+    servers: dict[tuple[str, int | None], str] = {}
+    for place, pool in _places(settings):
+        for k, replica in enumerate(pool.replicas):
+            here = f"{place}.replicas[{k}]"
+            other = servers.setdefault((replica.url, replica.dp_rank), here)
+            if other != here:
+                yield (
+                    f"{here}.url: {other} is the same server, so neither's load nor lane tells what"
+                    " runs there"
+                )
+
+
+def _places(settings: Settings) -> Iterator[tuple[str, Pool]]:
+    return ((f"pools[{k}]", pool) for k, pool in enumerate(settings.pools))
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,284 @@
+"""The sections of the configuration: what a value may be, what it means, and its default.
+
+Only shapes stand here. What depends on several values is filled in and checked by `gateway.settings`; every
+default below is that of `profile: balanced`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SecretStr,
+)
+from pydantic_core import PydanticCustomError
+
+from gateway import engines
+
+MASK = "**********"
+
+
+def _no_truth(value: object) -> object:
+    """Python counts true as 1; a configuration does not."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number", "a number is needed")
+    return value
+
+
+def _slack(value: object) -> float:
+    if value in ("inf", math.inf):
+        return math.inf
+    try:
+        number = (
+            float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else -1.0
+        )
+    except ValueError:
+        number = -1.0
+    if not number.is_integer() or number < 0:
+        raise PydanticCustomError("slack", "a whole number from 0, or inf, is needed")
+    return number
+
+
+def _written(number: float) -> int | float | str:
+    """A number as a person writes it: inf as `inf`, a whole one without a fraction."""
+    if math.isinf(number):
+        return "inf"
+    return int(number) if number == int(number) else number
+
+
+def _words(value: object) -> object:
+    return re.split(r"[\s,]+", value.strip()) if isinstance(value, str) else value
+
+
+def _secret(value: SecretStr) -> SecretStr:
+    if not value.get_secret_value():
+        raise PydanticCustomError("empty", "an empty key would open to everyone")
+    return value
+
+
+def one_of(kind: str, names: Iterable[str], value: str) -> str:
+    """`value` if it is one of `names`, else an error of pydantic's own kind for a choice."""
+    expected = sorted(names)
+    if value not in expected:
+        listing = ", ".join(f"'{name}'" for name in expected)
+        raise PydanticCustomError("literal_error", "no such {kind}", {"kind": kind, "expected": listing})
+    return value
+
+
+def base_url(text: str) -> str:
+    """The address under which a replica's routes stand, without a trailing slash and without `/v1`.
+
+    Raises an error that names what is wrong: a scheme but http and https, no host, a query, credentials.
+    """
+    try:
+        parts = urlsplit(text)
+        bad_port = parts.port == 0
+    except ValueError:
+        raise PydanticCustomError("url", "not a URL, such as http://10.0.0.1:8000") from None
+    for holds, message in (
+        (parts.scheme not in ("http", "https") or "://" not in text, "needs http:// or https:// in front"),
+        (not parts.hostname or re.search(r"[\s\\]", text), "names no host"),
+        (bad_port, "has a port that none can listen on"),
+        (parts.username is not None, "holds credentials: put them into the pool's api_key"),
+        (parts.query or parts.fragment, "has a query or fragment, which no replica's address has"),
+    ):
+        if holds:
+            raise PydanticCustomError("url", "{message}", {"message": message})
+    path = re.sub(r"/+", "/", parts.path).rstrip("/").removesuffix("/v1").rstrip("/")
+    return f"{parts.scheme}://{parts.netloc.lower()}{path}"
+
+
+def _state(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("redis", "rediss") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if text != "memory" and not usable:
+        raise PydanticCustomError("state", "memory, or a URL such as redis://host:6379/0, is needed")
+    return text
+
+
+def without_password(url: str) -> str:
+    """`url` for printing: a password in it, before the host or in the query, replaced by asterisks."""
+    url = re.sub(r"(//[^/?#:@]*:)[^/?#]*@", rf"\1{MASK}@", url)
+    return re.sub(r"([?&]password=)[^&#]*", rf"\1{MASK}", url)
+
+
+Seed = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, lt=2**63)]
+Count = Annotated[int, BeforeValidator(_no_truth), Field(ge=1)]
+Rank = Annotated[int, BeforeValidator(_no_truth), Field(ge=0)]
+Port = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, le=65535)]
+Written = PlainSerializer(_written, when_used="json")
+Seconds = Annotated[float, BeforeValidator(_no_truth), Field(ge=0, allow_inf_nan=False), Written]
+Slack = Annotated[float, BeforeValidator(_slack), Written]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+Key = Annotated[SecretStr, AfterValidator(_secret)]
+Url = Annotated[str, AfterValidator(base_url)]
+Keys = Annotated[tuple[Key, ...], BeforeValidator(_words)]
+State = Annotated[str, AfterValidator(_state), PlainSerializer(without_password, when_used="json")]
+Engine = Annotated[str, AfterValidator(lambda name: one_of("engine", engines.names(), name))]
+Profile = Literal["off", "balanced", "strict"]
+Action = Literal["warn", "refuse"]
+
+
+class Section(BaseModel):
+    """A part of the configuration: unchangeable, and closed to keys that it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Ledger(Section):
+    path: Path = Field(
+        Path("ledger"), description="Folder of the runs; a run's records lie in {path}/{run}/*.jsonl."
+    )
+    bodies: bool = Field(
+        False, description="Keep the bodies of requests and answers too, as diff and replay want."
+    )
+
+
+class Sessions(Section):
+    required: bool = Field(False, description="Refuse requests that name no session.")
+    idle_seconds: Seconds = Field(
+        86400.0, description="Seconds without a request after which a session ends."
+    )
+    allow_random: bool = Field(
+        False,
+        description="Serve a session id that holds a UUID or ULID and comes without an identity in"
+        " strict too,"
+        " although no other run can repeat it.",
+    )
+
+
+class Routing(Section):
+    key: Literal["request", "session"] = Field(
+        "request",
+        description="What is hashed: each request's id, or the session's, whose first replica is then kept.",
+    )
+    slack: Slack = Field(
+        0.0,
+        description="Load above the least loaded replica, in requests, up to which a replica is a candidate;"
+        " inf makes"
+        " the choice a function of key and pool alone. Default by profile: 0; strict: inf.",
+    )
+    on_home_down: Literal["next", "wait", "fail"] = Field(
+        "next",
+        description="With slack inf, what becomes of requests whose replica is down: go to the next by score,"
+        " wait for"
+        " it, or are refused. Default by profile: next; strict: wait.",
+    )
+    retry_sent: bool = Field(
+        True,
+        description="Send a request again that broke after it had been sent whole; its index and seed stay"
+        " the same.",
+    )
+
+
+class Lane(Section):
+    scope: Literal["none", "replica", "pool", "session", "group"] = Field(
+        "none", description="What shares one bound of requests in flight. Default of reward pools: replica."
+    )
+    limit: Count | None = Field(
+        None, description="Requests in flight in one lane. Default of reward pools and of scope group: 1."
+    )
+    members: Literal["present", "episode"] = Field(
+        "present",
+        description="With scope group: order those who wait, or let a member start only after the sessions"
+        " of lower"
+        " members have ended.",
+    )
+
+
+class Replica(Section):
+    name: Name = Field(description="Stable name, unique over all pools; routing hashes it, never the URL.")
+    url: Url = Field(description="Address of the server; a trailing slash or /v1 makes no difference.")
+    dp_rank: Rank | None = Field(None, description="Data-parallel rank to pin, where a server has several.")
+
+
+class Pool(Section):
+    name: Name = Field(description="Stable name, unique.")
+    engine: Engine = Field(description="What the replicas run: vllm, sglang, or openai for any other server.")
+    role: Literal["generate", "reward"] = Field(
+        "generate", description="Whether the replicas sample or score."
+    )
+    models: tuple[str, ...] = Field((), description="Models served; none listed: what the replicas say.")
+    api_key: Key | None = Field(None, description="Sent to the replicas in place of the client's own key.")
+    lane: Lane = Field(Lane(), description="Bound of what is in flight.")
+    deterministic: Literal["probe", "declared"] = Field(
+        "probe",
+        description="Find out whether the engine is in its deterministic mode, or take it as said where it"
+        " does not"
+        " tell.",
+    )
+    routing: Routing = Field(
+        Routing(), description="As routing at the top; what is left out is taken from there."
+    )
+    replicas: tuple[Replica, ...] = Field(min_length=1, description="The servers.")
+
+
+class Limits(Section):
+    body_bytes: Count = Field(67108864, description="Longest request body, in bytes.")
+    queue: Count = Field(4096, description="Requests that may wait in one lane; past it 503.")
+    attempts: Count = Field(3, description="Sendings of one request, the first included.")
+
+
+class Timeouts(Section):
+    connect: Seconds = Field(5.0, description="Seconds to open a connection to a replica.")
+    first_byte: Seconds | None = Field(None, description="Seconds to an answer's first byte; null: no bound.")
+    idle: Seconds | None = Field(None, description="Seconds between two bytes of an answer; null: no bound.")
+    dead: Seconds = Field(
+        10.0, description="Seconds of silence after which a replica that probes call down is broken."
+    )
+    settle: Seconds = Field(
+        1.0, description="Seconds that a repeat or a racing request waits for the other to end."
+    )
+    home: Seconds = Field(
+        60.0, description="Seconds that a request waits for its replica with on_home_down: wait."
+    )
+    client_write: Seconds = Field(60.0, description="Seconds that a client may take nothing of its answer.")
+    store: Seconds = Field(2.0, description="Seconds for one call to the store.")
+    drain: Seconds = Field(30.0, description="Seconds that requests in flight have to end after SIGTERM.")
+
+
+class Auth(Section):
+    api_keys: Keys = Field(
+        (),
+        description="Keys that open the data plane: a list, or one text with spaces or commas between; none: it"
+        " is open.",
+    )
+    admin_key: Key | None = Field(
+        None, description="Key of the admin routes; none: open on a loopback bind, closed on any other."
+    )
+
+
+class Guards(Section):
+    shared_seed: Action = Field(
+        "warn",
+        description="On equal explicit seeds for one prompt within a group. Default by profile: warn;"
+        " strict: refuse.",
+    )
+    clones: Action = Field(
+        "warn",
+        description="On equal answers to different seeds within a group. Default by profile: warn;"
+        " strict: refuse.",
+    )
+
+
+class Log(Section):
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least level that is written."
+    )
+    format: Literal["auto", "console", "json"] = Field(
+        "auto", description="auto: console where standard error is a terminal, json elsewhere."
+    )
