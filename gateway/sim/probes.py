@@ -1,0 +1,147 @@
+"""What an engine tells of itself: health, models, settings, metrics."""
+
+import asyncio
+
+from gateway.sim import sglang, vllm
+from gateway.sim.asks import Ask
+from gateway.sim.dialect import Dialect, Object
+from gateway.sim.engine import BLOCK
+from gateway.sim.model import END
+from gateway.sim.replies import Reply, answer
+from gateway.sim.runs import Run
+from gateway.sim.sampling import Sampling, random_noise
+
+
+async def quick(ask: Ask, dialect: Dialect) -> Reply:
+    """vLLM's /health, SGLang's /ready: an empty 200 at once."""
+    return Reply(200)
+
+
+async def slow(ask: Ask, dialect: Dialect) -> Reply:
+    """SGLang's /health and /health_generate: a token through the batch, and a second at least."""
+    run = Run(ask)
+    run.add("HEALTH_CHECK", [END], Sampling(max_tokens=1), random_noise())
+    await asyncio.gather(run.answers(), asyncio.sleep(ask.settings.health_seconds))
+    return Reply(200)
+
+
+async def models(ask: Ask, dialect: Dialect) -> Reply:
+    """The one model."""
+    settings = ask.settings
+    card = {
+        "id": settings.model,
+        "object": "model",
+        "created": ask.created,
+        "owned_by": settings.engine,
+        "root": settings.model,
+        "parent": None,
+        "max_model_len": settings.max_model_len,
+    }
+    return answer({"object": "list", "data": [card]})
+
+
+async def version(ask: Ask, dialect: Dialect) -> Reply:
+    return answer({"version": vllm.VERSION})
+
+
+async def vllm_server_info(ask: Ask, dialect: Dialect) -> Reply:
+    """The settings, not what kernels do; dev mode only."""
+    settings = ask.settings
+    config = {
+        "model_config": {
+            "model": settings.model,
+            "dtype": "torch.float32",
+            "seed": 0,
+            "max_model_len": settings.max_model_len,
+        },
+        "cache_config": {"enable_prefix_caching": settings.prefix_cache, "block_size": BLOCK},
+        "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
+        "scheduler_config": {"max_num_seqs": settings.max_num_seqs, "policy": _policy(ask)},
+    }
+    env = {"VLLM_BATCH_INVARIANT": settings.deterministic, "VLLM_SERVER_DEV_MODE": True}
+    return answer({"vllm_config": config, "vllm_env": env})
+
+
+async def weight_info(ask: Ask, dialect: Dialect) -> Reply:
+    return answer({"weight_version": ask.settings.weight_version})
+
+
+async def sglang_server_info(ask: Ask, dialect: Dialect) -> Reply:
+    """The start arguments that matter here, of the several hundred."""
+    settings = ask.settings
+    return answer(
+        {
+            "model_path": settings.model,
+            "tokenizer_path": settings.model,
+            "served_model_name": settings.model,
+            "enable_deterministic_inference": settings.deterministic,
+            "attention_backend": "triton",
+            "sampling_backend": "pytorch",
+            "disable_radix_cache": not settings.prefix_cache,
+            "is_embedding": settings.role == "reward",
+            "enable_priority_scheduling": settings.priority_scheduling,
+            "preferred_sampling_params": _preferred(ask),
+            "max_running_requests": settings.max_num_seqs,
+            "tp_size": 1,
+            "dp_size": 1,
+            "pp_size": 1,
+            "ep_size": 1,
+            "enable_dp_attention": False,
+            "dtype": "float32",
+            "random_seed": 42,
+            "weight_version": settings.weight_version,
+            "version": sglang.VERSION,
+        }
+    )
+
+
+async def model_info(ask: Ask, dialect: Dialect) -> Reply:
+    settings = ask.settings
+    return answer(
+        {
+            "model_path": settings.model,
+            "tokenizer_path": settings.model,
+            "is_generation": settings.role == "generate",
+            "preferred_sampling_params": _preferred(ask),
+            "weight_version": settings.weight_version,
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+        }
+    )
+
+
+async def metrics(ask: Ask, dialect: Dialect) -> Reply:
+    """The gauges that say what runs, in Prometheus' text format."""
+    settings, engine = ask.settings, ask.engine
+    running, waiting = len(engine.running), len(engine.waiting)
+    if settings.engine == "sglang":
+        labels = f'model_name="{settings.model}",tp_rank="0",pp_rank="0"'
+        text = _gauge("sglang:num_running_reqs", "The number of running requests.", labels, running)
+        text += _gauge(
+            "sglang:num_queue_reqs", "The number of requests in the waiting queue.", labels, waiting
+        )
+    else:
+        labels = f'engine="0",model_name="{settings.model}"'
+        text = _gauge("vllm:num_requests_running", "Number of requests in execution.", labels, running)
+        text += _gauge("vllm:num_requests_waiting", "Number of requests waiting.", labels, waiting)
+        config = f'block_size="{BLOCK}",enable_prefix_caching="{settings.prefix_cache}",engine="0"'
+        text += _gauge("vllm:cache_config_info", "Information of the LLMEngine CacheConfig", config, 1)
+    return Reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+async def clear_cache(ask: Ask, dialect: Dialect) -> Reply:
+    """SGLang's /flush_cache, vLLM's /reset_prefix_cache."""
+    ask.engine.cache.clear()
+    return Reply(200)
+
+
+def _gauge(name: str, about: str, labels: str, value: int) -> str:
+    return f"# HELP {name} {about}\n# TYPE {name} gauge\n{name}{{{labels}}} {float(value)}\n"
+
+
+def _policy(ask: Ask) -> str:
+    return "priority" if ask.settings.priority_scheduling else "fcfs"
+
+
+def _preferred(ask: Ask) -> Object | None:
+    return dict(ask.settings.preferred_sampling_params) or None
