@@ -1,4 +1,5 @@
-"""The values that travel along the request path. Frozen where a decision is recorded, so that it can be recomputed."""
+"""The values that travel along the request path. Frozen where a decision is recorded, so that it can be
+recomputed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Api = Literal["openai", "anthropic", "responses", "native"]
 
 Kind = Literal["sample", "score", "plain", "abort", "models"]
 """sample: draws tokens, takes an index and a seed. score: draws nothing, takes an index in `content` order.
-plain: neither (tokenize …), takes no index. abort: reaches the replica that runs the named request. models: merged."""
+plain: neither (tokenize …), takes no index. abort: reaches the replica that runs the named request. models:
+merged."""
 
 
 @dataclass(slots=True)
@@ -53,12 +55,14 @@ class Handling:
     inputs: tuple[str, ...] = ()
     """Fields, of which at most one is present, that may hold several prompts or inputs."""
     engine_id: Path | None = None
-    """Body field for the id that the engine knows the request by; None: the header X-Request-Id (or no id)."""
+    """Body field for the id that the engine knows the request by; None: the header X-Request-Id (or no
+    id)."""
     beams: Path | None = None
-    """Field that turns beam search on (true, or a width above 1). It draws nothing, and `n` then counts beams."""
+    """Field that turns beam search on (true, or a width above 1). It draws nothing, and `n` then counts
+    beams."""
     merge: str | None = None
-    """Name of the rule in `gateway.core.fanout` that parts a request and in `gateway.core.merge` that makes one answer
-    of its children's; None: never fanned out."""
+    """Name of the rule by which `gateway.core.fanout` parts a request and `gateway.core.merge` joins the
+    answers; None: never fanned out."""
     methods: tuple[str, ...] = ("POST",)
 
 
