@@ -21,12 +21,16 @@ weights. A model that stands is left alone.
 
 import argparse
 import pydoc_data.topics
+import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
+# SGLang's environment holds a CUDA build of it, which does not load and takes transformers down with it.
+sys.modules["torchvision"] = None  # type: ignore[assignment]
+
+import torch  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
+from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,

@@ -61,6 +61,11 @@ KINDS = {
 }
 
 
+def spec(engine: str, model: str) -> Spec:
+    """The usual server of this engine for a model, which generates if its name says so."""
+    return replace(KINDS[engine, model.endswith("-llm")], model=model)
+
+
 @dataclass(frozen=True)
 class Server:
     """A started server."""
@@ -184,7 +189,7 @@ def main() -> None:
     parser.add_argument("engine", choices=READY_PATH)
     parser.add_argument("models", nargs="+", help="one server for each: tiny-llm, tiny-rm, mid-llm …")
     args = parser.parse_args()
-    specs = [replace(KINDS[args.engine, model.endswith("-llm")], model=model) for model in args.models]
+    specs = [spec(args.engine, model) for model in args.models]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     logs = Path(tempfile.mkdtemp(prefix="engines-"))
     with suppress(KeyboardInterrupt), running(specs, logs) as servers:
