@@ -1,7 +1,7 @@
 """The command `detgate`.
 
-Each command imports what it runs when it runs: the server's parts take long to load, and `detgate seed` is called
-in loops.
+Each command imports what it runs when it runs: the server's parts take long to load, and `detgate seed` is
+called in loops.
 """
 
 from __future__ import annotations

@@ -68,7 +68,11 @@ class Settings(BaseSettings):
     """Everything in force. Made by `Settings.load`; keywords alone read neither file nor environment."""
 
     model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", env_prefix=sources.PREFIX, env_nested_delimiter="__"
+        frozen=True,
+        extra="forbid",
+        case_sensitive=True,
+        env_prefix=sources.PREFIX,
+        env_nested_delimiter="__",
     )
 
     seed: Seed = Field(42, description="Master seed, from 0 to 2⁶³−1; each derived seed follows from it.")

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 Loc = tuple[int | str, ...]
 
+_SHOWN = ("literal_error", "extra_forbidden")
 _SECRET = ("api_key", "api_keys", "admin_key", "state")
 
 
@@ -77,6 +78,8 @@ def _said(model: type[BaseModel], fault: ErrorDetails) -> Iterator[str]:
             text = "a list is needed"
         case "too_short":
             text = "at least one is needed"
+        case "string_too_short":
+            text = "must not be empty"
         case "string_type":
             text = "a text is needed; write it in quotes"
         case "string_pattern_mismatch":
@@ -104,7 +107,7 @@ def _given(fault: ErrorDetails) -> str:
     value = fault["input"]
     secret = any(part in _SECRET for part in fault["loc"]) or "@" in str(value)
     shown = isinstance(value, str | int | float) and not secret
-    return f" (not {value!r})" if shown and fault["type"] not in ("literal_error", "extra_forbidden") else ""
+    return f" (not {value!r})" if shown and value != "" and fault["type"] not in _SHOWN else ""
 
 
 def _choices(expected: str) -> list[str]:

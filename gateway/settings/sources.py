@@ -47,7 +47,7 @@ for tag, pattern, first in (
     ("int", r"[-+]?(?:0|[1-9][0-9]*)", "-+0123456789"),
     (
         "float",
-        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)",
+        r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))",
         "-+.0123456789",
     ),
     ("merge", r"<<", "<"),
@@ -87,7 +87,7 @@ class _Environment(EnvSettingsSource):
     """The environment as it was given, not the process's own; lists and mappings in it are JSON."""
 
     def __init__(self, model: type[BaseSettings], env: Mapping[str, str]) -> None:
-        super().__init__(model)
+        super().__init__(model, case_sensitive=False)
         self.env_vars = {name.lower(): None if value == "null" else value for name, value in env.items()}
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
@@ -159,7 +159,7 @@ def merged(*layers: Layer) -> Layer:
 
 
 def nested(pairs: Iterable[tuple[str, Any]]) -> Layer:
-    """Dotted keys as a layer, later ones over earlier: `routing.slack` is `slack` in the mapping `routing`."""
+    """Dotted keys as a layer, later over earlier: `routing.slack` is `slack` in the mapping `routing`."""
     total: Layer = {}
     for key, value in pairs:
         for part in reversed(key.split(".")):
