@@ -254,7 +254,7 @@ class Timeouts(Section):
 class Auth(Section):
     api_keys: Keys = Field(
         (),
-        description="Keys that open the data plane: a list, or a text with spaces or commas between; none: open.",
+        description="Keys that open the data plane: a list, or a text with spaces or commas; none: open.",
     )
     admin_key: Key | None = Field(
         None, description="Key of the admin routes; none: open on a loopback bind, closed on any other."

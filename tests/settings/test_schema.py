@@ -64,8 +64,8 @@ def test_a_bad_url_is_refused_with_its_key(url: str, fault: str) -> None:
         ({"host": ""}, "host: must not be empty"),
         (
             {"run": "a/b"},
-            "run: may hold letters, digits, `.`, `_` and `-`, 128 at most, and begins with a letter or a digit"
-            " (not 'a/b')",
+            "run: may hold letters, digits, `.`, `_` and `-`, 128 at most, and begins with a letter or a"
+            " digit (not 'a/b')",
         ),
         ({"run": 7}, "run: a text is needed; write it in quotes (not 7)"),
         ({"insecure": "perhaps"}, "insecure: true or false is needed (not 'perhaps')"),
