@@ -41,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from gateway import serve
     from gateway.settings import InvalidSettings
 
     settings = _settings(args)
@@ -49,6 +48,8 @@ def _serve(args: argparse.Namespace) -> int:
         raise InvalidSettings(
             ["pools: none; list them in a file (--config), or name servers by --worker-urls"]
         )
+    from gateway import serve
+
     serve.run(settings)
     return 0
 

@@ -1,0 +1,232 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway import __version__
+from gateway.cli import main
+from gateway.settings import Settings
+
+POOL = """
+pools:
+  - name: policy
+    engine: vllm
+    replicas: [{name: policy-0, url: "http://10.0.0.1:8000"}]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("DETGATE_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "gateway.yaml"
+    file.write_text(POOL)
+    return file
+
+
+def detgate(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command as a process of its own, with nothing but `env` set for it."""
+    base = {name: value for name, value in os.environ.items() if not name.startswith("DETGATE_")}
+    command = [sys.executable, "-m", "gateway", *argv]
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**base, **env}, timeout=60, check=False
+    )
+
+
+def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert main(["config", "--json", *argv]) == 0
+    value: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return value
+
+
+def test_the_version_is_printed() -> None:
+    told = detgate("--version")
+    assert (told.returncode, told.stdout) == (0, f"detgate {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["doctr"], ["seed", "a"], ["seed", "a", "-1"], ["seed", "a", "2147483648"]]
+)
+def test_a_wrong_command_line_exits_2(argv: list[str]) -> None:
+    told = detgate(*argv)
+    assert told.returncode == 2
+    assert told.stderr.startswith("usage: detgate")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("sede: 1", "sede: unknown key; did you mean seed?"),
+        (POOL.replace("vllm", "vlm"), "pools[0].engine: 'vlm' is unknown; did you mean vllm?"),
+        (
+            POOL.replace("http:", "ftp:"),
+            "pools[0].replicas[0].url: needs http:// or https:// in front (not 'ftp://10.0.0.1:8000')",
+        ),
+        (
+            POOL + "  - {name: b, engine: vllm, replicas: [{name: policy-0, url: 'http://b'}]}",
+            "pools[1].replicas[0].name: policy-0 is the name of pools[0].replicas[0] already",
+        ),
+        (
+            POOL.replace("vllm", "openai") + "profile: strict",
+            "pools[0].engine: openai promises nothing that profile strict could hold it to",
+        ),
+        ("seed: 1\nseed: 2", "{config}:2:1: the key seed stands twice"),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "config"])
+def test_a_wrong_configuration_is_one_clear_line_and_exit_2(
+    command: str, text: str, line: str, config: Path
+) -> None:
+    config.write_text(text)
+    told = detgate(command, "--config", str(config))
+    expected = f"detgate: {line.replace('{config}', str(config))}\n"
+    assert (told.returncode, told.stdout, told.stderr) == (2, "", expected)
+
+
+def test_a_wrong_flag_or_variable_is_named_too() -> None:
+    told = detgate("config", "--seed", "x")
+    assert (told.returncode, told.stderr) == (2, "detgate: seed: a whole number is needed (not 'x')\n")
+    told = detgate("config", DETGATE_PROFIL="strict")
+    assert told.stderr == "detgate: DETGATE_PROFIL: unknown setting; did you mean DETGATE_PROFILE?\n"
+
+
+def test_serve_wants_pools(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve"]) == 2
+    assert capsys.readouterr().err.startswith("detgate: pools: none; list them in a file")
+
+
+def test_config_prints_what_is_in_force(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.write_text(POOL + "seed: 1\nprofile: strict\nport: 1\n")
+    monkeypatch.setenv("DETGATE_PORT", "2")
+    monkeypatch.setenv("DETGATE_AUTH__ADMIN_KEY", "secret")
+    assert main(["config", "--config", str(config), "--seed", "3"]) == 0
+    out = capsys.readouterr().out
+    told = yaml.safe_load(out)
+    assert (told["seed"], told["port"], told["routing"]["slack"]) == (3, 2, "inf")
+    assert told["auth"]["admin_key"] == "**********"
+    assert "secret" not in out
+    assert told == shown(capsys, "--config", str(config), "--seed", "3")
+
+
+def test_config_tells_warnings_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--scheme", "offset"]) == 0
+    assert capsys.readouterr().err.startswith(
+        "detgate: warning: scheme: offset gives every prompt the same seeds"
+    )
+
+
+def test_every_flag_reaches_its_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    told = shown(
+        capsys,
+        *("--profile", "off", "--run", "r", "--scheme", "areal", "--index-order", "content"),
+        *("--state", "redis://h", "--host", "0.0.0.0", "--port", "0", "--insecure", "--ledger", "there"),
+        *("--log-level", "debug", "--engine", "sglang", "--worker-urls", "http://a:1", "b=http://b:2"),
+    )
+    assert (told["profile"], told["run"], told["scheme"], told["index_order"]) == (
+        "off",
+        "r",
+        "areal",
+        "content",
+    )
+    assert (told["state"], told["host"], told["port"], told["insecure"]) == ("redis://h", "0.0.0.0", 0, True)
+    assert (told["ledger"]["path"], told["log"]["level"]) == ("there", "debug")
+    (pool,) = told["pools"]
+    assert (pool["engine"], [replica["name"] for replica in pool["replicas"]]) == (
+        "sglang",
+        ["default-0", "b"],
+    )
+
+
+def test_any_setting_can_be_set_by_its_key(capsys: pytest.CaptureFixture[str]) -> None:
+    told = shown(
+        capsys, "--set", "routing.slack=inf", "--set", "limits={queue: 1}", "--set", "auth.api_keys=[a=b]"
+    )
+    assert (told["routing"]["slack"], told["limits"]["queue"]) == ("inf", 1)
+    assert told["auth"]["api_keys"] == ["**********"]
+
+
+@pytest.mark.parametrize(
+    ("assignment", "line"),
+    [
+        ("routing.slak=1", "routing.slak: unknown key; did you mean slack?"),
+        ("limits=[", "--set limits:1:2: expected the node content, but found '<stream end>'"),
+    ],
+)
+def test_a_wrong_assignment_is_named(assignment: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--set", assignment]) == 2
+    assert capsys.readouterr().err == f"detgate: {line}\n"
+
+
+def test_an_assignment_without_a_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["config", "--set", "routing.slack"])
+    assert "KEY=VALUE is needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "seed"),
+    [
+        (["17:3", "0", "--scheme", "areal"], 1152644103),
+        (["17:3", "1", "--scheme", "areal", "--seed", "9"], 817236710),
+        (["17", "2", "--scheme", "offset", "--seed", "7", "--member", "3"], 7 + 3 + 2 * 1_000_003),
+        (["17", "0", "--scheme", "offset"], 42),
+    ],
+)
+def test_seed_prints_what_a_request_gets(
+    argv: list[str], seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["seed", *argv]) == 0
+    assert capsys.readouterr().out == f"{seed}\n"
+
+
+def test_a_seed_is_the_same_in_every_process() -> None:
+    told = {detgate("seed", "17:3", "0", PYTHONHASHSEED=str(k)).stdout for k in range(2)}
+    assert len(told) == 1
+    assert 1 <= int(told.pop()) < 2**31
+
+
+def test_seed_tells_what_it_follows_from(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config.write_text("seed: 5\nscheme: areal\n")
+    assert main(["seed", "17:3", "0", "--config", str(config), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "seed": 1152644103,
+        "scheme": "areal",
+        "master_seed": 5,
+        "identity": "17:3",
+        "index": 0,
+        "member": None,
+    }
+
+
+def test_seed_loads_no_server() -> None:
+    code = (
+        "import sys; from gateway.cli import main; main(['seed', 'a', '0']);"
+        "print({'fastapi', 'uvicorn', 'httpx', 'rich'} & {*sys.modules})"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert told.stdout.splitlines()[1] == "set()"
+
+
+def test_ctrl_c_ends_quietly_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> Settings:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Settings, "load", interrupted)
+    assert main(["config"]) == 130
+    assert capsys.readouterr() == ("", "")
