@@ -1,0 +1,70 @@
+"""Seeds: how they are derived, the seeds of a call's samples, and a client's own seed.
+
+What is fixed here is fixed for good: a seed that changes makes every earlier run unrepeatable.
+"""
+
+from __future__ import annotations
+
+import re
+from hashlib import blake2b
+
+LARGEST = 2**31 - 1
+"""The largest derived seed. Derived seeds begin at 1: some engines read 0 as "random"."""
+
+LARGEST_CLIENT = 2**63 - 1
+"""The largest seed that a client may send; the smallest is 0."""
+
+_INTEGER = re.compile(rb"0|[1-9][0-9]{0,18}")
+
+
+class InvalidSeed(ValueError):
+    """A client's seed that the engines would refuse, coerce or read as "no seed"."""
+
+
+def framed(*parts: bytes) -> bytes:
+    """The parts one after another, each behind its length in 8 bytes, big-endian."""
+    return b"".join([len(part).to_bytes(8) + part for part in parts])
+
+
+def derive(*parts: bytes) -> int:
+    """A seed from 1 to 2³¹−1.
+
+    1 + x mod (2³¹−1), x being the first 8 bytes, big-endian, of BLAKE2b-512 of the framed parts.
+    """
+    return 1 + int.from_bytes(blake2b(framed(*parts)).digest()[:8]) % LARGEST
+
+
+def samples(seed: int, n: int) -> list[int]:
+    """The seeds of a call's samples: its own for sample 0, derived ones for the others, no two equal.
+
+    Sample j > 0 has `derive("detgate-sample-v1", seed, j, k)`, its numbers in decimal ASCII, with the first k
+    from 0 on that gives a seed which no earlier sample has modulo 2³² (engines use 32 bits of a longer one).
+    So the seeds of a smaller n are the first of a larger one.
+    """
+    own = b"%d" % seed
+    found = [seed]
+    taken = {seed % 2**32}
+    for sample in range(1, n):
+        place = b"%d" % sample
+        tries = 0
+        while (derived := derive(b"detgate-sample-v1", own, place, b"%d" % tries)) in taken:
+            tries += 1
+        taken.add(derived)
+        found.append(derived)
+    return found
+
+
+def parse(literal: bytes) -> int | None:
+    """A client's seed from its JSON, digit by digit as it was sent; None for null.
+
+    Raises `InvalidSeed` for what is no integer from 0 to 2⁶³−1 written as one: the engines refuse "12",
+    true, 1.0, 1e3 and 2⁶³ or coerce them, each in its own way, and vLLM reads −1 as "no seed".
+    """
+    if literal == b"null":
+        return None
+    if _INTEGER.fullmatch(literal) is None or (seed := int(literal)) > LARGEST_CLIENT:
+        shown = literal[:40].decode(errors="replace") + ("…" if len(literal) > 40 else "")
+        raise InvalidSeed(
+            f"A seed must be an integer from 0 to {LARGEST_CLIENT}, written as one, not {shown}."
+        )
+    return seed

@@ -1,0 +1,14 @@
+"""The default: every request has a seed of its own, spread over 31 bits by a hash."""
+
+from __future__ import annotations
+
+from gateway.core.seeds import derive
+
+
+def seed(master: int, identity: str, index: int, member: int | None) -> int:
+    """1 + x mod (2³¹−1), x the first 8 bytes, big-endian, of BLAKE2b-512 of four parts.
+
+    Each part stands behind its length in 8 bytes, big-endian: `detgate-seed-v1`, the master seed in decimal
+    ASCII, the identity in UTF-8, the index in decimal ASCII. The member plays no part: the identity tells it.
+    """
+    return derive(b"detgate-seed-v1", b"%d" % master, identity.encode(), b"%d" % index)
