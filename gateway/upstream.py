@@ -13,7 +13,7 @@ import ssl
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -29,8 +29,9 @@ Phase = Literal["connect", "send", "body"]
 class Broken(Exception):
     """A replica broke its answer off. `phase` says how far it was: no connection, no head yet, in the body."""
 
-    def __init__(self, reason: str, phase: Phase, *, stale: bool = False) -> None:
+    def __init__(self, reason: str, phase: Phase, *, stale: bool = False, timeout: bool = False) -> None:
         super().__init__(reason)
+        self.timeout = timeout
         self.reason = reason
         self.phase = phase
         self.stale = stale
@@ -66,7 +67,7 @@ class Exchange:
     def __init__(self, connection: Connection, reused: bool) -> None:
         self._connection: Connection | None = connection
         self._chunks: list[bytes] = []
-        self._sink: Callable[[bytes], None] | None = None
+        self._sink: Callable[[bytes], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._error: Broken | None = None
         self.status = 0
@@ -84,32 +85,40 @@ class Exchange:
         while not (self._chunks or self.complete):
             await self._wait()
 
-    async def read(self) -> bytes:
-        """The whole body. Raises `Broken`."""
+    async def finished(self) -> None:
+        """Wait until the body is whole. Raises `Broken`."""
         while not self.complete:
             await self._wait()
+
+    @property
+    def body(self) -> bytes:
+        """What of the body is here and was not piped."""
         chunks = self._chunks
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    async def pipe(self, sink: Callable[[bytes], None]) -> None:
-        """Give every body byte to `sink` as it comes, from those that are already here to the last. Raises `Broken`."""
+    async def pipe(self, sink: Callable[[bytes], bool]) -> None:
+        """Give body bytes to `sink` as they come, from those that are already here on, in the same turn of the loop.
+
+        Returns after the last, or when `sink` answers True: enough for now. Raises `Broken`.
+        """
         if self._chunks:
             held, self._chunks = b"".join(self._chunks), []
-            sink(held)
+            if sink(held):
+                return
         self._sink = sink
         try:
-            while not self.complete:
+            while not self.complete and self._sink is not None:
                 await self._wait()
         finally:
             self._sink = None
 
-    def abort(self, reason: str = "aborted") -> None:
+    def abort(self, reason: str = "aborted", *, timeout: bool = False) -> None:
         """Close the connection in mid-answer, which both engines take as a cancellation. Harmless after the end."""
         connection, self._connection = self._connection, None
         if connection is not None and not self.complete:
             connection.exchange = None
             connection.close()
-            self._fail(Broken(reason, "body" if self.status else "send"))
+            self._fail(Broken(reason, "body" if self.status else "send", timeout=timeout))
 
     def pause(self) -> None:
         """Stop reading from the replica until `resume`: the client is slower."""
@@ -140,10 +149,10 @@ class Exchange:
         self._wake()
 
     def _body(self, data: bytes) -> None:
-        if self._sink is not None:
-            self._sink(data)
-        else:
+        if self._sink is None:
             self._chunks.append(data)
+        elif self._sink(data):
+            self._sink = None
 
 
 class Connection(asyncio.Protocol):
@@ -163,8 +172,7 @@ class Connection(asyncio.Protocol):
         self._until_close = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
 
     def close(self) -> None:
         self.closed = True
@@ -204,7 +212,8 @@ class Connection(asyncio.Protocol):
                 self.close()
         if data:
             exchange._body(data)
-        exchange._wake()
+        if exchange._sink is None or exchange.complete:
+            exchange._wake()
 
     def _break(self, reason: str, *, stale: bool = False) -> None:
         exchange, self.exchange = self.exchange, None
@@ -318,7 +327,7 @@ class Connections:
                     lambda: Connection(self), address.host, address.port, ssl=self._tls
                 )
         except TimeoutError:
-            raise Broken(f"no connection within {self.connect_seconds:g} s", "connect") from None
+            raise Broken(f"no connection within {self.connect_seconds:g} s", "connect", timeout=True) from None
         except OSError as error:
             raise Broken(f"cannot connect: {error.strerror or error}", "connect") from None
         return connection

@@ -86,7 +86,10 @@ class Client:
         head = self._headers(status, headers)
         head.append(b"content-length: %d\r\n\r\n" % len(body))
         head.append(body)
+        self._head = None
         self.started = True
+        if self.disconnected:
+            return
         self._protocol.transport.write(b"".join(head))
         self._finish()
 
@@ -409,6 +412,11 @@ class Carrier(HttpToolsProtocol):
                 writer.set_result(None)
 
     # --- the end
+    def give_up(self) -> None:
+        """The drain's deadline has passed: an answer under way ends as an error."""
+        if self.active is not None and self.active.task is not None:
+            self.active.task.cancel()
+
     def connection_lost(self, exc: Exception | None) -> None:
         active, self.active = self.active, None
         self.pipeline.clear()

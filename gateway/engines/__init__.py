@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from gateway.core.document import Document, Edit
 from gateway.core.types import Facts, Handling, Headers
@@ -28,6 +28,13 @@ class Engine(Protocol):
     """A route that tells whether the server lives and generates nothing."""
     ABORT: Abort | None
     """None: closing the connection is the abort."""
+
+    ASKS: tuple[str, ...]
+    """Routes that say what a server is, asked when it comes up."""
+
+    @staticmethod
+    def facts(told: Mapping[str, Any]) -> Facts:
+        """What the JSON answers to `ASKS` say, by route."""
 
     @staticmethod
     def check(path: str, document: Document, facts: Facts, n: int) -> None:

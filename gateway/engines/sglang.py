@@ -6,6 +6,7 @@ generate. An abort names the id; closing the connection works too, up to two sec
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -168,3 +169,21 @@ def _at(value: Any, path: Path) -> Any:
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
     return value
+
+
+ASKS = ("/server_info", "/model_info")
+"""Routes that say what a server is."""
+
+
+def facts(told: Mapping[str, Any]) -> Facts:
+    """What the answers to `ASKS` say, by route; an answer that did not come is absent."""
+    server, model = told.get("/server_info", {}), told.get("/model_info", {})
+    preferred = model.get("preferred_sampling_params") or {}
+    if isinstance(preferred, str):
+        preferred = orjson.loads(preferred)
+    return Facts(
+        deterministic=server.get("enable_deterministic_inference"),
+        is_generation=model.get("is_generation"),
+        default_min_p=preferred.get("min_p"),
+        priority_scheduling=server.get("enable_priority_scheduling"),
+    )

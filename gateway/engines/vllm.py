@@ -5,7 +5,9 @@ call; a list of prompts shares one seed, so it does not. An abort is a closed co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from gateway.core.document import Document, Edit
 from gateway.core.types import Facts, Handling, Headers, Path
@@ -91,3 +93,12 @@ def extra(path: str, document: Document, facts: Facts) -> tuple[Edit, ...]:
 
 def id_headers(engine_id: str) -> Headers:
     return [(b"x-request-id", engine_id.encode("ascii"))]
+
+
+ASKS = ()
+"""Nothing that this engine serves by default tells whether its kernels are batch-invariant."""
+
+
+def facts(told: Mapping[str, Any]) -> Facts:
+    """Unknown, all of it."""
+    return Facts()

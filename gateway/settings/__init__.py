@@ -24,6 +24,7 @@ from gateway.settings.messages import InvalidSettings
 from gateway.settings.schema import (
     Auth,
     Guards,
+    Health,
     Lane,
     Ledger,
     Limits,
@@ -44,6 +45,7 @@ from gateway.settings.schema import (
 __all__ = [
     "Auth",
     "Guards",
+    "Health",
     "InvalidSettings",
     "Lane",
     "Ledger",
@@ -104,6 +106,7 @@ class Settings(BaseSettings):
     routing: Routing = Field(Routing(), description="Which replica serves a request.")
     limits: Limits = Field(Limits(), description="Bounds; inclusive.")
     timeouts: Timeouts = Field(Timeouts(), description="Bounds of time, in seconds.")
+    health: Health = Field(Health(), description="How replicas are probed.")
     auth: Auth = Field(Auth(), description="Who may ask.")
     guards: Guards = Field(Guards(), description="What becomes of answers that look like clones.")
     log: Log = Field(Log(), description="What is logged, and how.")

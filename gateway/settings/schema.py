@@ -229,6 +229,7 @@ class Pool(Section):
 
 class Limits(Section):
     body_bytes: Count = Field(67108864, description="Longest request body, in bytes.")
+    head_bytes: Count = Field(65536, description="Longest request head, in bytes.")
     queue: Count = Field(4096, description="Requests that may wait in one lane; past it 503.")
     attempts: Count = Field(3, description="Sendings of one request, the first included.")
 
@@ -248,7 +249,17 @@ class Timeouts(Section):
     )
     client_write: Seconds = Field(60.0, description="Seconds that a client may take nothing of its answer.")
     store: Seconds = Field(2.0, description="Seconds for one call to the store.")
+    head: Seconds = Field(30.0, description="Seconds that a client may take to send a request's head.")
+    body: Seconds = Field(60.0, description="Seconds that it may take for the body, and one more for each 16 KiB.")
+    keep_alive: Seconds = Field(75.0, description="Seconds that a client's idle connection is kept.")
     drain: Seconds = Field(30.0, description="Seconds that requests in flight have to end after SIGTERM.")
+
+
+class Health(Section):
+    interval: Seconds = Field(2.0, description="Seconds between two probes of a replica.")
+    timeout: Seconds = Field(10.0, description="Seconds that a probe may take; a busy server is slow, not dead.")
+    failures: Count = Field(3, description="Probes in a row that fail before a replica counts as down.")
+    successes: Count = Field(2, description="Probes in a row that pass before it counts as up again.")
 
 
 class Auth(Section):

@@ -1,0 +1,303 @@
+"""Bringing an engine's answer to the client: whole or streamed, from one call or merged from several.
+
+An answer is *complete* when the engine has said all of it: then its place in lane and load is given back and it races
+no more, before the last byte goes to the client, so that a client that asks one thing at a time never meets itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from gateway.core import fields, merge, shapes, sse
+from gateway.core.document import Document
+from gateway.core.errors import Fault, UpstreamFault
+from gateway.core.types import Api, Call, Handling, Headers
+from gateway.sending import Dispatcher, Job, Sending
+from gateway.upstream import Broken
+
+KEPT_ERRORS = frozenset((400, 413, 422))
+"""Error answers of an engine that belong to their request: asked again, it would get the same."""
+
+
+class Client(Protocol):
+    """The way back to whoever asked. Each carrier gives one."""
+
+    started: bool
+    """A byte of the answer has left."""
+    response_complete: bool
+    disconnected: bool
+    """The client has left."""
+    on_pause: Callable[[], None] | None
+    on_resume: Callable[[], None] | None
+
+    def reply(self, status: int, headers: Headers, body: bytes) -> None: ...
+    def start(self, status: int, headers: Headers, length: int | None = None) -> None: ...
+    def write(self, data: bytes) -> None: ...
+    def end(self) -> None: ...
+    def break_off(self) -> None: ...
+    async def flushed(self) -> bool: ...
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came, for the record."""
+
+    status: int = 0
+    observed: sse.Observed | None = None
+    first_byte_at: float = 0.0
+    complete_at: float = 0.0
+    delivered: bool = False
+    """Handed to the client whole, and it was an answer to the request."""
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Asking:
+    """What relaying needs to know of a request."""
+
+    api: Api
+    handling: Handling
+    document: Document
+    calls: tuple[Call, ...]
+    samples: int
+    job: Job
+    client: Client
+    answer: Answer
+    head: Callable[[Sending, Headers], Headers]
+    """The headers of the answer, from the sending that gives its head and the engine's own headers."""
+    complete: Callable[[], Awaitable[object]]
+    """Called when the last call's answer has ended, before its last byte leaves."""
+
+
+async def relay(dispatcher: Dispatcher, asking: Asking) -> None:
+    """Send the calls of one request and bring the answer back. Raises a `Fault` while nothing has reached the client."""
+    if len(asking.calls) > 1:
+        await _merged(dispatcher, asking)
+        return
+    sending = await dispatcher.send(asking.job, asking.calls[0])
+    try:
+        _began(asking, sending)
+        if fields.is_stream(sending.exchange.headers):
+            await _stream(asking, sending)
+        else:
+            await _whole(asking, sending)
+    finally:
+        sending.end()
+
+
+def _began(asking: Asking, sending: Sending) -> None:
+    asking.answer.status = sending.exchange.status
+    asking.answer.first_byte_at = asyncio.get_running_loop().time()
+
+
+async def _complete(asking: Asking) -> None:
+    asking.answer.complete_at = asyncio.get_running_loop().time()
+    await asking.complete()
+
+
+async def _whole(asking: Asking, sending: Sending) -> None:
+    exchange, answer, client = sending.exchange, asking.answer, asking.client
+    body, status = exchange.body, exchange.status
+    sending.end()
+    await _complete(asking)
+    headers = exchange.headers
+    if status >= 400:
+        shaped = shapes.normalised(status, body, asking.api)
+        if shaped is not None:
+            body = shaped
+            headers = [field for field in headers if field[0] != b"content-type"]
+            headers.append((b"content-type", b"application/json"))
+    else:
+        answer.observed = sse.observe(body, asking.api, asking.handling.kind)
+    client.reply(status, asking.head(sending, headers), body)
+    answer.delivered = await client.flushed() and _answered(status, answer.observed)
+
+
+async def _stream(asking: Asking, sending: Sending) -> None:
+    exchange, answer, client = sending.exchange, asking.answer, asking.client
+    observer = sse.Observer(asking.api, asking.handling.kind, asking.samples)
+    held = b""
+    client.on_pause, client.on_resume = exchange.pause, exchange.resume
+    client.start(exchange.status, asking.head(sending, exchange.headers))
+
+    def forward(data: bytes) -> bool:
+        nonlocal held
+        observer.feed(data)
+        if exchange.complete or observer.done:
+            held = data
+            return True
+        client.write(data)
+        return False
+
+    def rest(data: bytes) -> bool:
+        client.write(data)
+        return False
+
+    try:
+        await exchange.pipe(forward)
+        if exchange.complete:
+            sending.end()
+        await _complete(asking)
+        if held:
+            client.write(held)
+        if not exchange.complete:
+            await exchange.pipe(rest)
+            sending.end()
+    except Broken as error:
+        answer.observed = observer.result()
+        _break(asking, f"Replica {sending.replica.name} broke in mid-stream: {error.reason}.")
+        return
+    observed = answer.observed = observer.result()
+    if not observed.ended and observed.error is None and asking.handling.kind == "sample":
+        _break(asking, f"Replica {sending.replica.name} ended the stream before the answer was whole.")
+        return
+    client.end()
+    answer.delivered = await client.flushed() and _answered(exchange.status, observed)
+
+
+async def _merged(dispatcher: Dispatcher, asking: Asking) -> None:
+    """Several calls, one answer. If one fails for good, the others are cancelled and the request fails whole."""
+    merger = _Merger(asking)
+    failed: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            for position, call in enumerate(asking.calls):
+                group.create_task(merger.run(dispatcher, position, call))
+    except* (Fault, Broken, _Refused) as failures:
+        failed = _first(failures)
+    finally:
+        for sending in merger.sendings.values():
+            sending.end()
+    if failed is None:
+        await merger.finish()
+    else:
+        await merger.fail(failed)
+
+
+def _first(group: BaseException) -> BaseException:
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group
+
+
+class _Refused(Exception):
+    """An engine refused one of the calls: its answer stands for all."""
+
+    def __init__(self, sending: Sending) -> None:
+        super().__init__()
+        self.sending = sending
+
+
+class _Merger:
+    """The calls of one request under way, and the one answer made of theirs."""
+
+    def __init__(self, asking: Asking) -> None:
+        self.asking = asking
+        self.sendings: dict[int, Sending] = {}
+        self._bodies: list[bytes] = [b""] * len(asking.calls)
+        self._stream: merge.StreamMerger | None = None
+        self._observer = sse.Observer(asking.api, asking.handling.kind, asking.samples)
+
+    async def run(self, dispatcher: Dispatcher, position: int, call: Call) -> None:
+        """Send one call and take its answer in. Raises what makes the request fail."""
+        sending = await dispatcher.send(self.asking.job, call)
+        self.sendings[position] = sending
+        exchange = sending.exchange
+        if exchange.status >= 400:
+            raise _Refused(sending)
+        if not self.asking.answer.first_byte_at:
+            _began(self.asking, sending)
+        if fields.is_stream(exchange.headers):
+            self._start(sending)
+            await exchange.pipe(partial(self._feed, position))
+            self._emit(self._merging.end(position))
+        else:
+            self._bodies[position] = exchange.body
+        sending.end()
+
+    @property
+    def _merging(self) -> merge.StreamMerger:
+        assert self._stream is not None
+        return self._stream
+
+    def _start(self, sending: Sending) -> None:
+        if self._stream is not None:
+            return
+        asking = self.asking
+        self._stream = merge.StreamMerger(asking.handling.merge or "", asking.document, asking.calls)
+        asking.client.on_pause, asking.client.on_resume = self._pause, self._resume
+        asking.client.start(sending.exchange.status, asking.head(sending, sending.exchange.headers))
+
+    def _feed(self, position: int, data: bytes) -> bool:
+        self._emit(self._merging.feed(position, data))
+        return False
+
+    def _emit(self, data: bytes) -> None:
+        if data:
+            self._observer.feed(data)
+            self.asking.client.write(data)
+
+    def _pause(self) -> None:
+        for sending in self.sendings.values():
+            sending.exchange.pause()
+
+    def _resume(self) -> None:
+        for sending in self.sendings.values():
+            sending.exchange.resume()
+
+    async def finish(self) -> None:
+        """All calls were answered."""
+        asking, client, answer = self.asking, self.asking.client, self.asking.answer
+        await _complete(asking)
+        if self._stream is None:
+            body = merge.merge(asking.handling.merge or "", asking.document, asking.calls, self._bodies)
+            answer.observed = sse.observe(body, asking.api, asking.handling.kind)
+            first = self.sendings[0]
+            client.reply(first.exchange.status, asking.head(first, first.exchange.headers), body)
+        else:
+            last = self._stream.finish()
+            self._observer.feed(last)
+            observed = answer.observed = self._observer.result()
+            if not observed.ended and observed.error is None:
+                _break(asking, "A replica ended its stream before the answer was whole.")
+                return
+            client.write(last)
+            client.end()
+        answer.delivered = await client.flushed() and _answered(answer.status, answer.observed)
+
+    async def fail(self, error: BaseException) -> None:
+        """One call failed: so does the request."""
+        asking = self.asking
+        if isinstance(error, _Refused):
+            if not asking.client.started:
+                _began(asking, error.sending)
+                await _whole(asking, error.sending)
+                return
+            error = UpstreamFault("The engine refused one of the samples after others had begun.")
+        elif isinstance(error, Broken):
+            error = UpstreamFault(f"A replica broke while it drew a sample: {error.reason}.")
+        if not asking.client.started:
+            raise error
+        asking.answer.observed = self._observer.result()
+        _break(asking, str(error))
+
+
+def _break(asking: Asking, message: str) -> None:
+    """End a stream that has begun as an error: an event in the API's own shape, and no clean end after it."""
+    fault = UpstreamFault(message)
+    if not asking.client.started:
+        raise fault
+    asking.answer.error = message
+    asking.client.write(b"\n\n" + shapes.stream_error(fault, asking.api))
+    asking.client.break_off()
+
+
+def _answered(status: int, observed: sse.Observed | None) -> bool:
+    """Whether an answer that reached the client answers the request, so that its index is used."""
+    if status >= 400:
+        return status in KEPT_ERRORS
+    return observed is None or not (observed.aborted or observed.error)

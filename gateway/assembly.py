@@ -1,0 +1,99 @@
+"""The gateway put together: every owner of state made once, at start, and handed down."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from gateway import control
+from gateway.carriers.asgi import Application, DataPlane
+from gateway.fleet import Fleet
+from gateway.health import Health
+from gateway.ledger.writer import Ledger, LedgerFault
+from gateway.pipeline import Pipeline
+from gateway.settings import Settings
+from gateway.stores.memory import MemoryStore
+from gateway.telemetry import Telemetry
+
+FLUSH_SECONDS = 0.25
+"""How long a record of an end may stay in this process."""
+
+
+class Gateway:
+    """All of it. Carriers need `owns`, `serve` and the bounds; servers need `application` and `running`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.run = settings.run or new_run()
+        self.telemetry = Telemetry()
+        self.fleet = Fleet(settings)
+        self.ledger = Ledger(settings.ledger.path, self.run, f"{os.getpid()}-{time.time_ns()}")
+        self.pipeline = Pipeline(settings, self.run, self.fleet, MemoryStore(), self.ledger, self.telemetry)
+        self.health = Health(settings, self.fleet)
+        self.head_bytes = settings.limits.head_bytes
+        self.body_bytes = settings.limits.body_bytes
+        self.head_seconds = settings.timeouts.head
+        self.body_seconds = settings.timeouts.body
+        self.write_seconds = settings.timeouts.client_write
+        self.draining = False
+        self.owns = self.pipeline.owns
+        self.serve = self.pipeline.serve
+        self._gauges()
+
+    @property
+    def application(self) -> Application:
+        """The whole gateway for any ASGI server."""
+        rest: Any = control.build(self.settings, self.run, self.fleet, self.telemetry)
+        return DataPlane(self, rest)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Probe and write while it serves; the ledger is whole afterwards."""
+        tasks = [asyncio.ensure_future(self.health.run()), asyncio.ensure_future(self._flush())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for replica in self.fleet.replicas:
+                replica.connections.close()
+            self.ledger.close()
+
+    async def _flush(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_SECONDS)
+            try:
+                self.ledger.flush()
+            except LedgerFault:
+                self.telemetry.ledger_errors.add()
+
+    def _gauges(self) -> None:
+        replica_labels = ("pool", "replica")
+
+        def loads() -> Iterable[tuple[tuple[str, ...], float]]:
+            return (((replica.pool, replica.name), replica.load) for replica in self.fleet.replicas)
+
+        def ups() -> Iterable[tuple[tuple[str, ...], float]]:
+            return (((replica.pool, replica.name), float(replica.up)) for replica in self.fleet.replicas)
+
+        def waiting() -> Iterable[tuple[tuple[str, ...], float]]:
+            for pool in self.fleet:
+                lanes = {pool.lane, *(replica.lane for replica in pool.replicas.values())}
+                yield (pool.name,), sum(lane.waiting for lane in lanes if lane is not None)
+
+        add = self.telemetry.gauge
+        add("detgate_in_flight", "Requests on their way to a replica or in it.", replica_labels, loads)
+        add("detgate_replica_up", "1 while a replica answers its probes.", replica_labels, ups)
+        add("detgate_lane_waiting", "Requests that wait in lanes.", ("pool",), waiting)
+
+
+def new_run() -> str:
+    """A name for a run that was given none. It enters no decision."""
+    return f"run-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
+
+

@@ -1,0 +1,160 @@
+"""The data plane as a plain ASGI application, for any ASGI server; slower than `http1`, and the same to the client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Protocol
+
+from gateway.core.errors import Fault, TooLarge
+from gateway.core.shapes import error_body, error_headers
+from gateway.core.types import Headers, Request
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Any, Receive, Send], Awaitable[None]]
+
+
+class Plane(Protocol):
+    """What this carrier needs of the data plane."""
+
+    body_bytes: int
+
+    def owns(self, path: str) -> bool: ...
+    async def serve(self, request: Request, client: Any) -> None: ...
+
+
+class Client:
+    """One request's way back. What the pipeline writes at once is queued for the server to send."""
+
+    def __init__(self) -> None:
+        self.started = False
+        self.response_complete = False
+        self.on_pause: Callable[[], None] | None = None
+        self.on_resume: Callable[[], None] | None = None
+        self._head: Message | None = None
+        self._queue: asyncio.Queue[Message | None] = asyncio.Queue()
+        self._queued = 0
+        self._clean = True
+
+    def reply(self, status: int, headers: Headers, body: bytes) -> None:
+        self._head = None
+        self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        self.write(body)
+        self.end()
+
+    def start(self, status: int, headers: Headers, length: int | None = None) -> None:
+        if length is not None:
+            headers = [*headers, (b"content-length", b"%d" % length)]
+        self._head = {"type": "http.response.start", "status": status, "headers": headers}
+
+    def write(self, data: bytes) -> None:
+        self._leave()
+        self._put({"type": "http.response.body", "body": data, "more_body": True})
+
+    def end(self) -> None:
+        self._leave()
+        self._put({"type": "http.response.body", "body": b"", "more_body": False})
+        self._queue.put_nowait(None)
+        self.response_complete = True
+
+    def break_off(self) -> None:
+        self._clean = False
+        self._queue.put_nowait(None)
+        self.response_complete = True
+
+    async def flushed(self) -> bool:
+        await self._queue.join()
+        return True
+
+    async def pump(self, send: Send) -> bool:
+        """Hand over what is written until the end. False: the answer was broken off."""
+        while (message := await self._queue.get()) is not None:
+            await send(message)
+            self._queue.task_done()
+            if self.on_resume is not None and self._queue.empty():
+                self.on_resume()
+        self._queue.task_done()
+        return self._clean
+
+    def _leave(self) -> None:
+        if self._head is not None:
+            self.started = True
+            self._put(self._head)
+            self._head = None
+
+    def _put(self, message: Message) -> None:
+        self._queue.put_nowait(message)
+        if self.on_pause is not None and self._queue.qsize() > PAUSE_AT:
+            self.on_pause()
+
+
+PAUSE_AT = 64
+"""Messages that wait for a slow client before the replica is not read any more."""
+
+
+class Broken(Exception):
+    """Tells the server to break the transfer: the answer could not be ended cleanly."""
+
+
+class DataPlane:
+    """An ASGI application in front of another: the data plane's routes are answered here."""
+
+    def __init__(self, plane: Plane, rest: Application) -> None:
+        self._plane = plane
+        self._rest = rest
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._plane.owns(scope["path"]):
+            await self._rest(scope, receive, send)
+            return
+        try:
+            body = await self._body(receive)
+        except Fault as fault:
+            client = Client()
+            client.reply(fault.status, error_headers(fault), error_body(fault, "openai"))
+            await client.pump(send)
+            return
+        if body is None:
+            return
+        await self._serve(_request(scope, body), receive, send)
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if size > self._plane.body_bytes:
+                raise TooLarge(f"The body is larger than {self._plane.body_bytes} bytes. Send less.")
+            if not message.get("more_body", False):
+                return b"".join(chunks)
+
+    async def _serve(self, request: Request, receive: Receive, send: Send) -> None:
+        client = Client()
+        serving = asyncio.ensure_future(self._plane.serve(request, client))
+        pumping = asyncio.ensure_future(client.pump(send))
+        leaving = asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait((pumping, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if pumping.done():
+                await serving
+                if not pumping.result():
+                    raise Broken
+        finally:
+            for task in (serving, pumping, leaving):
+                task.cancel()
+            await asyncio.gather(serving, pumping, leaving, return_exceptions=True)
+
+
+def _request(scope: Any, body: bytes) -> Request:
+    headers: Headers = [(name.lower(), value) for name, value in scope["headers"]]
+    raw = scope.get("raw_path")
+    path = raw.split(b"?")[0].decode("latin-1") if raw else scope["path"]
+    return Request(
+        scope["method"], path, scope.get("query_string", b"").decode("latin-1"), headers, dict(headers), body
+    )

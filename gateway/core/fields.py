@@ -1,0 +1,77 @@
+"""Which HTTP header fields go through the gateway, in both directions."""
+
+from __future__ import annotations
+
+from gateway.core.types import Headers
+
+HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+"""Fields between two neighbours: RFC 9110, section 7.6.1."""
+
+_NOT_UPSTREAM = HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"expect",
+    b"accept-encoding",
+    b"authorization",
+    b"x-api-key",
+    b"api-key",
+    b"cookie",
+    b"x-request-id",
+    b"x-data-parallel-rank",
+    b"x-session-id",
+    b"x-request-index",
+    b"x-index-order",
+    b"x-member-index",
+    b"idempotency-key",
+}
+_NOT_DOWNSTREAM = HOP_BY_HOP | {b"server", b"date", b"content-length", b"x-request-id"}
+
+
+def upstream(headers: Headers, connection: bytes | None) -> bytes:
+    """The client's fields that a replica gets, as lines. Never its keys, its cookies or what was meant for the gateway.
+
+    `accept-encoding` stays here too: the gateway reads the answers.
+    """
+    dropped = _NOT_UPSTREAM if connection is None else _NOT_UPSTREAM | _named(connection)
+    return b"".join(
+        [
+            b"%b: %b\r\n" % (name, value)
+            for name, value in headers
+            if name not in dropped and not name.startswith(b"x-detgate-")
+        ]
+    )
+
+
+def downstream(headers: Headers) -> Headers:
+    """The replica's fields that the client gets. Length and framing belong to the carrier."""
+    dropped = _NOT_DOWNSTREAM
+    for name, value in headers:
+        if name == b"connection":
+            dropped = dropped | _named(value)
+    return [field for field in headers if field[0] not in dropped]
+
+
+def is_stream(headers: Headers) -> bool:
+    """Whether an answer is a stream of server-sent events."""
+    return any(name == b"content-type" and value[:17].lower() == b"text/event-stream" for name, value in headers)
+
+
+def find(headers: Headers, name: bytes) -> bytes | None:
+    """The first value of a field."""
+    return next((value for key, value in headers if key == name), None)
+
+
+def _named(connection: bytes) -> frozenset[bytes]:
+    return frozenset(token.strip().lower() for token in connection.split(b",")) - {b"keep-alive", b"close"}

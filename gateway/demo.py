@@ -1,0 +1,73 @@
+"""`detgate demo`: simulated replicas and the gateway in front of them, in one process, to try it without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from gateway.assembly import Gateway
+from gateway.logs import configure
+from gateway.serve import Server
+from gateway.settings import Settings
+from gateway.settings.sources import merged
+from gateway.sim import SimServer, SimSettings
+
+POLICY, REWARD = "sim-model", "sim-reward"
+
+WELCOME = """
+detgate runs on {url}, run {run}, in front of three simulated replicas: nothing here is a real model.
+Paste this, twice; the second time in a second `detgate demo`: the same index, seed, request id and text.
+
+  curl -s -D- {url}/sessions/demo/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{policy}", "max_tokens": 16, "messages": [{{"role": "user", "content": "Tell me a story."}}]}}'
+
+A reward:
+
+  curl -s {url}/classify -H 'Content-Type: application/json' -d '{{"model": "{reward}", "input": "a good answer"}}'
+
+What it knows of its replicas: curl -s {url}/readyz    CTRL-C ends it.
+"""
+
+
+def run(flags: Mapping[str, Any]) -> None:
+    """Serve until CTRL-C. `flags` win over the demo's own settings."""
+    with asyncio.Runner() as runner:
+        runner.run(_serve(flags))
+
+
+async def _serve(flags: Mapping[str, Any]) -> None:
+    async with AsyncExitStack() as stack:
+        urls = []
+        for role, model in (("generate", POLICY), ("generate", POLICY), ("reward", REWARD)):
+            server = SimServer(SimSettings(engine="vllm", role=role, model=model))
+            urls.append((await stack.enter_async_context(server)).url)
+        settings = Settings.load(None, os.environ, merged(_pools(urls), flags))
+        configure(settings.log)
+        gateway = Gateway(settings)
+        server = Server(gateway)
+
+        def welcome(gateway: Gateway) -> None:
+            url = f"http://{settings.host}:{server.port}"
+            print(WELCOME.format(url=url, run=gateway.run, policy=POLICY, reward=REWARD), flush=True)
+
+        async with gateway.running():
+            await server.listen(welcome)
+
+
+def _pools(urls: list[str]) -> dict[str, Any]:
+    policy = [{"name": f"policy-{number}", "url": url} for number, url in enumerate(urls[:2])]
+    return {
+        "pools": [
+            {"name": "policy", "engine": "vllm", "models": [POLICY], "replicas": policy},
+            {
+                "name": "reward",
+                "engine": "vllm",
+                "role": "reward",
+                "models": [REWARD],
+                "replicas": [{"name": "reward-0", "url": urls[2]}],
+            },
+        ]
+    }

@@ -1,0 +1,240 @@
+"""The pools and their replicas as they are now: who serves a request, who is up, how much each carries."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+from gateway import engines
+from gateway.core import routing
+from gateway.core.errors import Busy, CallerFault, ModelNotFound, NotFound
+from gateway.core.types import Facts, Handling
+from gateway.lanes import Lane
+from gateway.settings import Pool as PoolSettings
+from gateway.settings import Replica as ReplicaSettings
+from gateway.settings import Settings
+from gateway.upstream import Connections
+
+State = Literal["unknown", "up", "down"]
+
+
+class Replica:
+    """One inference server. `load` is this gateway's own count of what is on its way to it and in it."""
+
+    def __init__(self, settings: ReplicaSettings, pool: PoolSettings, connect_seconds: float) -> None:
+        self.name = settings.name
+        self.url = settings.url
+        self.pool = pool.name
+        self.load = 0
+        self.state: State = "unknown"
+        self.reason = "not probed yet"
+        self.draining = False
+        self.facts = Facts()
+        self.models: list[dict[str, Any]] | None = None
+        self.connections = Connections(settings.url, connect_seconds=connect_seconds)
+        self.lane: Lane | None = None
+        self.changed = asyncio.Event()
+        self.down_since = 0.0
+        address = self.connections.address
+        head = [f"host: {address.authority}\r\n".encode()]
+        if pool.api_key is not None:
+            head.append(f"authorization: Bearer {pool.api_key.get_secret_value()}\r\n".encode())
+        if settings.dp_rank is not None:
+            head.append(f"x-data-parallel-rank: {settings.dp_rank}\r\n".encode())
+        self.head = b"".join(head)
+        """The headers that every request to this replica carries."""
+
+    @property
+    def up(self) -> bool:
+        return self.state == "up"
+
+    @property
+    def usable(self) -> bool:
+        return self.state == "up" and not self.draining
+
+    def doubt(self, phase: str, reason: str) -> None:
+        """A sending broke. No connection at all means that the server is down; a break is its request's own affair."""
+        if phase == "connect":
+            self.mark("down", reason)
+
+    def mark(self, state: State, reason: str) -> bool:
+        """Note a state; True if it changed."""
+        self.reason = reason
+        if state == self.state:
+            return False
+        self.state = state
+        self.changed.set()
+        self.changed = asyncio.Event()
+        return True
+
+
+class Pool:
+    """Replicas that serve the same models on the same engine, and the rule by which one is chosen."""
+
+    def __init__(self, settings: PoolSettings, everything: Settings) -> None:
+        self.settings = settings
+        self.name = settings.name
+        self.role = settings.role
+        self.engine = engines.load(settings.engine)
+        self.routing = settings.routing
+        self.declared = settings.deterministic == "declared"
+        self.replicas = {
+            replica.name: Replica(replica, settings, everything.timeouts.connect) for replica in settings.replicas
+        }
+        self.lane: Lane | None = None
+        queue = everything.limits.queue
+        if settings.lane.limit is not None and settings.lane.scope == "pool":
+            self.lane = Lane(settings.name, settings.lane.limit, queue)
+        elif settings.lane.limit is not None and settings.lane.scope == "replica":
+            for replica in self.replicas.values():
+                replica.lane = Lane(replica.name, settings.lane.limit, queue)
+
+    @property
+    def stable(self) -> bool:
+        """Whether a key has a home: the choice depends on no load."""
+        return self.routing.slack == math.inf
+
+    @property
+    def fixed_home(self) -> bool:
+        """Whether a request goes to its home or nowhere."""
+        return self.routing.slack == math.inf and self.routing.on_home_down != "next"
+
+    @property
+    def facts(self) -> Facts:
+        """What is known of the replicas together; where they differ or one is unknown, the dangerous value."""
+        told = [replica.facts for replica in self.replicas.values()]
+        if len(told) == 1:
+            return told[0]
+        return Facts(
+            deterministic=_all([facts.deterministic for facts in told], dangerous=True),
+            is_generation=_all([facts.is_generation for facts in told], dangerous=False),
+            default_min_p=max((facts.default_min_p or 0.0 for facts in told), default=None),
+            priority_scheduling=_all([facts.priority_scheduling for facts in told], dangerous=None),
+        )
+
+    def elsewhere(self, avoid: Iterable[str]) -> bool:
+        """Whether a broken request may be sent again, and where: to its home, or to a replica not tried yet."""
+        if self.fixed_home:
+            return True
+        return any(replica.usable and replica.name not in avoid for replica in self.replicas.values())
+
+    def has_other(self, replica: Replica) -> bool:
+        """Whether a request that `replica` refused may go to another."""
+        return not self.fixed_home and any(r.usable and r is not replica for r in self.replicas.values())
+
+    def why_down(self) -> str:
+        """Each replica and what keeps it from serving, for an error's text."""
+        return " ".join(
+            f"{replica.name}: {'draining' if replica.draining else replica.reason}."
+            for replica in self.replicas.values()
+        )
+
+    def lane_of(self, replica: Replica) -> Lane | None:
+        return self.lane or replica.lane
+
+    @property
+    def models(self) -> set[str] | None:
+        """Names of the models served; None while nobody has said."""
+        if self.settings.models:
+            return set(self.settings.models)
+        told = [replica.models for replica in self.replicas.values() if replica.models is not None]
+        return {str(model.get("id")) for models in told for model in models} if told else None
+
+    def home(self, key: str) -> str:
+        """The replica with the highest score for `key` among all that are configured and not drained."""
+        return self.order(key)[0]
+
+    def order(self, key: str) -> list[str]:
+        """Failover order for `key`: all replicas that are not drained, by falling score."""
+        return routing.rank(key, [name for name, replica in self.replicas.items() if not replica.draining])
+
+    def candidates(self, without: Iterable[str] = ()) -> list[Replica]:
+        """Usable replicas whose load is within `slack` of the least."""
+        usable = [r for r in self.replicas.values() if r.state == "up" and not r.draining and r.name not in without]
+        if len(usable) < 2:
+            return usable
+        most = min([replica.load for replica in usable]) + self.routing.slack
+        return [replica for replica in usable if replica.load <= most]
+
+
+class Fleet:
+    """All pools."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.pools = {pool.name: Pool(pool, settings) for pool in settings.pools}
+        self._found: dict[tuple[str, str | None, str | None], tuple[Pool, Handling]] = {}
+
+    def __iter__(self) -> Iterator[Pool]:
+        return iter(self.pools.values())
+
+    @property
+    def replicas(self) -> Iterator[Replica]:
+        return (replica for pool in self for replica in pool.replicas.values())
+
+    def knows(self, route: str) -> bool:
+        """Whether any pool's engine has this route."""
+        return any(route in pool.engine.ROUTES for pool in self)
+
+    def find(self, route: str, model: str | None, named: str | None) -> tuple[Pool, Handling]:
+        """The pool for a request: by its route, the role that the route needs, its model, or the pool it names.
+
+        Raises `NotFound` for a route that no pool has, `ModelNotFound`, `CallerFault` where several fit or none.
+        """
+        if (found := self._found.get((route, model, named))) is not None:
+            return found
+        found = self._found[route, model, named] = self._find(route, model, named)
+        return found
+
+    def learnt(self) -> None:
+        """A replica said which models it serves."""
+        self._found.clear()
+
+    def _find(self, route: str, model: str | None, named: str | None) -> tuple[Pool, Handling]:
+        fitting = [pool for pool in self if (handling := pool.engine.ROUTES.get(route)) and _fits(pool, handling)]
+        if named is not None:
+            if named not in self.pools:
+                raise CallerFault(
+                    f"There is no pool {named!r}. Pools: {', '.join(self.pools)}.",
+                    code="pool_not_found",
+                    param="X-Detgate-Pool",
+                )
+            fitting = [pool for pool in fitting if pool.name == named]
+        if not fitting:
+            if not self.knows(route):
+                raise NotFound(f"There is no route {route} here.", code="route_not_found")
+            where = f"Pool {named}" if named is not None else "No pool"
+            raise CallerFault(f"{where} cannot serve {route}: another engine or role is needed.", code="no_pool")
+        if model is not None and (named is None or len(fitting) > 1):
+            fitting = _serving(fitting, model)
+        if len(fitting) > 1:
+            raise CallerFault(
+                f"Several pools can serve this: {', '.join(pool.name for pool in fitting)}. "
+                "Name the model, or the pool in X-Detgate-Pool.",
+                code="ambiguous_pool",
+                param="model" if model is None else "X-Detgate-Pool",
+            )
+        pool = fitting[0]
+        return pool, pool.engine.ROUTES[route]
+
+
+def _fits(pool: Pool, handling: Handling) -> bool:
+    return handling.role == "any" or handling.role == pool.role
+
+
+def _serving(pools: list[Pool], model: str) -> list[Pool]:
+    known = [(pool, pool.models) for pool in pools]
+    serving = [pool for pool, models in known if models is not None and model in models]
+    if serving:
+        return serving
+    if any(models is None for _, models in known):
+        raise Busy("The replicas have not said yet which models they serve.", code="models_unknown")
+    names = sorted({name for _, models in known for name in models or ()})
+    raise ModelNotFound(f"No pool serves the model {model!r}. Served: {', '.join(names)}.", param="model")
+
+
+def _all(told: list[bool | None], *, dangerous: bool | None) -> bool | None:
+    if dangerous in told:
+        return dangerous
+    return told[0] if len(set(told)) == 1 else None

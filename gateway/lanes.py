@@ -1,0 +1,80 @@
+"""Lanes bound what is in flight, and decide in which order those who wait go.
+
+Waiters are served in rounds: when a round is empty, all who wait form the next one, in canonical order. So the order
+does not depend on arrival within a round, and nobody waits for more than one full round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from gateway.core.errors import Busy
+
+Rank = tuple[int, int, tuple[object, ...]]
+"""Priority, index, identity: what a round is sorted by."""
+
+
+@dataclass(slots=True)
+class Waiter:
+    rank: Rank
+    turn: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Lane:
+    """One bound of `limit` requests in flight and `queue` waiting. Whoever enters must leave exactly once."""
+
+    def __init__(self, name: str, limit: int, queue: int) -> None:
+        self.name = name
+        self.limit = limit
+        self.queue = queue
+        self.running = 0
+        self._round: list[Waiter] = []
+        self._next: list[Waiter] = []
+
+    @property
+    def waiting(self) -> int:
+        return len(self._round) + len(self._next)
+
+    def enter_now(self) -> bool:
+        """Take a place if one is free and nobody waits."""
+        if self.running < self.limit and not self.waiting:
+            self.running += 1
+            return True
+        return False
+
+    async def enter(self, rank: Rank) -> None:
+        """Take a place, waiting for it if need be. Raises `Busy` where too many wait already."""
+        if self.enter_now():
+            return
+        if self.waiting >= self.queue:
+            raise Busy(
+                f"{self.waiting} requests wait in lane {self.name} already. Ask again later, or raise limits.queue.",
+                code="queue_full",
+            )
+        waiter = Waiter(rank)
+        self._next.append(waiter)
+        try:
+            await waiter.turn
+        except asyncio.CancelledError:
+            if waiter.turn.done() and not waiter.turn.cancelled():
+                self.leave()
+            else:
+                self._drop(waiter)
+            raise
+
+    def leave(self) -> None:
+        """Give the place back; the next in order takes it."""
+        self.running -= 1
+        while self.running < self.limit and self.waiting:
+            if not self._round:
+                self._round, self._next = sorted(self._next, key=lambda waiter: waiter.rank, reverse=True), []
+            waiter = self._round.pop()
+            if not waiter.turn.done():
+                self.running += 1
+                waiter.turn.set_result(None)
+
+    def _drop(self, waiter: Waiter) -> None:
+        for waiters in (self._round, self._next):
+            if waiter in waiters:
+                waiters.remove(waiter)

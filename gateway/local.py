@@ -1,0 +1,89 @@
+"""Data-plane routes that the gateway answers from what it knows: the merged list of models, and aborts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from gateway.answers import Client
+from gateway.core.document import Document
+from gateway.core.errors import Busy, CallerFault, ModelNotFound
+from gateway.core.types import Headers
+from gateway.fleet import Fleet, Pool
+from gateway.sending import Dispatcher
+from gateway.upstream import Broken
+
+_JSON: Headers = [(b"content-type", b"application/json")]
+_MODELS = "/v1/models"
+
+
+class Local:
+    """Answers that need no plan."""
+
+    def __init__(self, fleet: Fleet, dispatcher: Dispatcher) -> None:
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+
+    async def answer(self, kind: str, route: str, document: Document, client: Client) -> None:
+        """Answer a request of kind `models` or `abort`. Raises a `CallerFault` or `Busy`."""
+        if kind == "models":
+            client.reply(200, _JSON, orjson.dumps(self.models(route)))
+        else:
+            await self._abort(document)
+            client.reply(200, _JSON, b"{}")
+
+    def models(self, route: str) -> dict[str, Any]:
+        """All models of all pools, each once; or the one that the route names."""
+        found: dict[str, dict[str, Any]] = {}
+        for pool in self._fleet:
+            for model in _told(pool):
+                found.setdefault(model["id"], model)
+        if route == _MODELS:
+            if not found:
+                raise Busy("The replicas have not said yet which models they serve.", code="models_unknown")
+            return {"object": "list", "data": list(found.values())}
+        name = route.removeprefix(f"{_MODELS}/")
+        if name not in found:
+            raise ModelNotFound(f"No pool serves the model {name!r}.", param="model")
+        return found[name]
+
+    async def _abort(self, document: Document) -> None:
+        wanted = document.value.get("rid") or document.value.get("request_id")
+        if not isinstance(wanted, str) or not wanted:
+            raise CallerFault(
+                "Name the request to abort: rid, as you sent it or as X-Detgate-Request-Id told it.",
+                code="rid_required",
+                param="rid",
+            )
+        for sending in self._dispatcher.named(wanted):
+            abort = sending.job.pool.engine.ABORT
+            if abort is None:
+                sending.exchange.abort("aborted by its client")
+                continue
+            path, body_of = abort
+            body = body_of(sending.engine_id)
+            replica = sending.replica
+            head = (
+                f"POST {replica.connections.address.prefix}{path} HTTP/1.1\r\n".encode()
+                + replica.head
+                + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+            )
+            try:
+                exchange = await replica.connections.send(head, body)
+                await exchange.head()
+                await exchange.finished()
+            except Broken:
+                continue
+
+
+def _told(pool: Pool) -> list[dict[str, Any]]:
+    told = [model for replica in pool.replicas.values() for model in replica.models or ()]
+    if not pool.settings.models:
+        return told
+    by_name = {model["id"]: model for model in told}
+    return [
+        by_name.get(name, {"id": name, "object": "model", "created": 0, "owned_by": "detgate"})
+        for name in pool.settings.models
+    ]
+

@@ -1,0 +1,34 @@
+"""Structured logs on standard error: for people on a terminal, JSON lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+
+from gateway.settings import Log
+
+
+def configure(settings: Log) -> None:
+    """Set up structlog and the standard library's loggers as the configuration says."""
+    people = settings.format == "console" or (settings.format == "auto" and sys.stderr.isatty())
+    level = getattr(logging, settings.level.upper())
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    last: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer() if people else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[*shared, last],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[last], foreign_pre_chain=shared))
+    logging.basicConfig(level=max(level, logging.WARNING), handlers=[handler], force=True)

@@ -1,0 +1,249 @@
+"""One call to a replica: route, admit, send, and try elsewhere while nothing has reached the client.
+
+A `Sending` holds what a call occupies: the replica's load, a place in its lane, and the id the engine knows it by. It
+gives all of it back exactly once, when the replica's answer has ended or the call was given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gateway.core import ids, routing
+from gateway.core.document import Set
+from gateway.core.errors import Busy, UpstreamFault, UpstreamTimeout
+from gateway.core.fields import is_stream
+from gateway.core.plan import seed_edits
+from gateway.core.types import Call, Handling
+from gateway.fleet import Fleet, Pool, Replica
+from gateway.lanes import Lane, Rank
+from gateway.settings import Settings
+from gateway.telemetry import Telemetry
+from gateway.upstream import Broken, Exchange
+
+Outcome = Literal["answered", "connect", "broken", "unavailable", "aborted"]
+
+
+@dataclass(slots=True)
+class Job:
+    """What all calls and attempts of one logical request have in common."""
+
+    pool: Pool
+    handling: Handling
+    route: str
+    method: str
+    target: str
+    """Route and query, as they go upstream."""
+    headers: bytes
+    """The client's headers, as far as they go upstream."""
+    request_id: str
+    key: str
+    """What routing hashes."""
+    rank: Rank = (0, 0, ())
+    client_id: str | None = None
+    """The id that the client gave the request in its body: an abort may name it."""
+    flags: list[str] = field(default_factory=list)
+    """Reasons for X-Detgate-Guarantee that came up on the way."""
+    attempts: int = 0
+    replicas: list[str] = field(default_factory=list)
+    """Replica of each attempt, in order."""
+    lane_wait: float = 0.0
+    sent_at: float = 0.0
+
+
+class Sending:
+    """One attempt of one call, from routing to the upstream's last byte."""
+
+    __slots__ = ("_exchange", "_home", "engine_id", "job", "lane", "reads", "replica")
+
+    def __init__(self, home: Dispatcher, job: Job, replica: Replica, engine_id: str) -> None:
+        self._home: Dispatcher | None = home
+        self.job = job
+        self.replica = replica
+        self.engine_id = engine_id
+        self._exchange: Exchange | None = None
+        self.lane: Lane | None = None
+        replica.load += 1
+        if engine_id:
+            home.live[engine_id] = self
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange with the replica, once the call was sent."""
+        assert self._exchange is not None
+        return self._exchange
+
+    @exchange.setter
+    def exchange(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def end(self) -> None:
+        """Give everything back; what is still under way at the replica is aborted. Harmless when repeated."""
+        home, self._home = self._home, None
+        if home is None:
+            return
+        if self._exchange is not None:
+            self._exchange.abort()
+        self.replica.load -= 1
+        home.live.pop(self.engine_id, None)
+        if self.lane is not None:
+            self.lane.leave()
+
+
+class Dispatcher:
+    """Sends calls. Owns the calls that are live."""
+
+    def __init__(self, settings: Settings, fleet: Fleet, telemetry: Telemetry) -> None:
+        self.fleet = fleet
+        self.live: dict[str, Sending] = {}
+        self._telemetry = telemetry
+        self._attempts = settings.limits.attempts
+        self._home_seconds = settings.timeouts.home
+
+    def named(self, name: str) -> list[Sending]:
+        """The live sendings of a request, by the id that its client gave it or that the gateway gave it."""
+        return [
+            sending
+            for sending in self.live.values()
+            if name in (sending.job.client_id, sending.job.request_id, sending.engine_id)
+        ]
+
+    async def send(self, job: Job, call: Call) -> Sending:
+        """Send until a replica answers with a first byte that may be passed on, or nothing is left to try.
+
+        An answer that is no stream is read whole. Raises `Busy` where no replica can take the call, `UpstreamFault`
+        where all that were tried broke.
+        """
+        avoid: set[str] = set()
+        broke = attempts = 0
+        while True:
+            attempts += 1
+            job.attempts = max(job.attempts, attempts)
+            replica = await self._route(job, avoid)
+            sending = self._occupy(job, call, replica)
+            try:
+                await self._admit(job, sending)
+                answered = await self._attempt(job, call, sending, last=attempts >= self._attempts)
+            except Broken as error:
+                self._count(sending, "connect" if error.phase == "connect" else "broken")
+                sending.end()
+                if not error.stale:
+                    broke += error.phase != "connect"
+                    avoid.add(replica.name)
+                    replica.doubt(error.phase, error.reason)
+                self._go_on(job, replica, error, broke, attempts, avoid)
+                continue
+            except BaseException:
+                self._count(sending, "aborted")
+                sending.end()
+                raise
+            if answered:
+                self._count(sending, "answered")
+                return sending
+            self._count(sending, "unavailable")
+            sending.end()
+            avoid.add(replica.name)
+
+    # --- route
+    async def _route(self, job: Job, avoid: set[str]) -> Replica:
+        pool = job.pool
+        if pool.fixed_home:
+            return await self._to_home(job)
+        candidates = pool.candidates(avoid)
+        if not candidates:
+            raise Busy(
+                f"No replica of pool {pool.name} is up. {pool.why_down()}", code="no_healthy_replica", retry_after=2
+            )
+        replica = candidates[0]
+        if len(candidates) > 1:
+            replica = max(candidates, key=lambda replica: (routing.score(job.key, replica.name), replica.name))
+        if pool.stable and "home-down" not in job.flags and replica.name != pool.home(job.key):
+            job.flags.append("home-down")
+        return replica
+
+    async def _to_home(self, job: Job) -> Replica:
+        pool = job.pool
+        home = pool.replicas[pool.home(job.key)]
+        if home.up:
+            return home
+        if pool.routing.on_home_down == "wait":
+            try:
+                async with asyncio.timeout(self._home_seconds):
+                    while not home.up:
+                        await home.changed.wait()
+                return home
+            except TimeoutError:
+                pass
+        raise Busy(
+            f"Replica {home.name}, to which this request belongs, is down: {home.reason}. "
+            "Ask again later, or set routing.on_home_down: next.",
+            code="home_down",
+            retry_after=2,
+        )
+
+    def _occupy(self, job: Job, call: Call, replica: Replica) -> Sending:
+        if not job.request_id:
+            return Sending(self, job, replica, "")
+        copy = 0
+        while (engine_id := ids.engine_id(job.request_id, call.sample, copy)) in self.live:
+            copy += 1
+        return Sending(self, job, replica, engine_id)
+
+    # --- admit
+    async def _admit(self, job: Job, sending: Sending) -> None:
+        lane = job.pool.lane_of(sending.replica)
+        if lane is None:
+            return
+        if not lane.enter_now():
+            loop = asyncio.get_running_loop()
+            since = loop.time()
+            await lane.enter(job.rank)
+            waited = loop.time() - since
+            job.lane_wait += waited
+            self._telemetry.lane_wait.observe(waited, job.pool.name)
+        sending.lane = lane
+
+    # --- forward
+    async def _attempt(self, job: Job, call: Call, sending: Sending, *, last: bool) -> bool:
+        """Send once and wait for what may be passed on. False: 503, and another replica may be asked."""
+        replica, handling = sending.replica, job.handling
+        edits = [*call.edits, *seed_edits(handling, call)] if job.request_id else []
+        if handling.engine_id is not None and job.request_id:
+            edits.append(Set(handling.engine_id, b'"%b"' % sending.engine_id.encode()))
+        head = [f"{job.method} {replica.connections.address.prefix}{job.target} HTTP/1.1\r\n".encode(), replica.head]
+        if job.request_id:
+            head += [b"%b: %b\r\n" % header for header in job.pool.engine.id_headers(sending.engine_id)]
+            edits += job.pool.engine.extra(job.route, call.document, replica.facts)
+        body = call.document.edited(edits) if edits else call.document.raw
+        head += (job.headers, b"content-length: %d\r\n\r\n" % len(body))
+        job.replicas.append(replica.name)
+        exchange = sending.exchange = await replica.connections.send(b"".join(head), body)
+        job.sent_at = asyncio.get_running_loop().time()
+        await exchange.head()
+        if exchange.status == 503 and not last and job.pool.has_other(replica):
+            return False
+        if is_stream(exchange.headers):
+            await exchange.begun()
+        else:
+            await exchange.finished()
+        return True
+
+    def _go_on(
+        self, job: Job, replica: Replica, error: Broken, broke: int, attempts: int, avoid: set[str]
+    ) -> None:
+        """Raise if a broken call is not sent again."""
+        if broke >= 2:
+            raise UpstreamFault(
+                "Two replicas broke while they served this request, so it is sent to no third. "
+                f"The last, {replica.name}: {error.reason}.",
+                code="suspected_poison",
+            )
+        if error.phase != "connect" and not job.pool.routing.retry_sent:
+            raise UpstreamFault(f"Replica {replica.name} broke after the request was sent: {error.reason}.")
+        if attempts >= self._attempts or (not error.stale and not job.pool.elsewhere(avoid)):
+            kind = UpstreamTimeout if error.timeout else UpstreamFault
+            raise kind(f"Replica {replica.name} did not answer: {error.reason}.", retry_after=1)
+
+    def _count(self, sending: Sending, outcome: Outcome) -> None:
+        self._telemetry.sendings.add(sending.job.pool.name, sending.replica.name, outcome)

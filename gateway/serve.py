@@ -1,0 +1,115 @@
+"""`detgate serve`: the gateway under uvicorn, from start to a drained end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import structlog
+import uvicorn
+
+from gateway.assembly import Gateway
+from gateway.carriers.http1 import Carrier
+from gateway.logs import configure
+from gateway.settings import Settings
+
+log = structlog.get_logger("detgate")
+
+
+def run(settings: Settings, ready: Callable[[Gateway], None] | None = None) -> None:
+    """Serve until SIGTERM or CTRL-C. `ready` is called once the socket listens."""
+    configure(settings.log)
+    for line in settings.warnings():
+        log.warning(line)
+    loop_factory = uvicorn.Config("", loop="uvloop").get_loop_factory()
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(serve(settings, ready))
+
+
+async def serve(settings: Settings, ready: Callable[[Gateway], None] | None = None) -> None:
+    """As `run`, inside a loop."""
+    gateway = Gateway(settings)
+    server = Server(gateway)
+    async with gateway.running():
+        await server.listen(ready)
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with the data plane's carrier in its sockets and a drain that ends what outlives its deadline."""
+
+    def __init__(self, gateway: Gateway, sock: socket.socket | None = None) -> None:
+        self.gateway = gateway
+        self._sock = sock
+        timeouts = gateway.settings.timeouts
+        super().__init__(
+            uvicorn.Config(
+                gateway.application,
+                host=gateway.settings.host,
+                port=gateway.settings.port,
+                http=partial(Carrier, gateway),  # type: ignore[arg-type]
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                headers=[("server", "detgate")],
+                backlog=8192,
+                timeout_keep_alive=int(timeouts.keep_alive),
+                timeout_graceful_shutdown=int(timeouts.drain) + 5,
+            )
+        )
+        self._ready: Callable[[Gateway], None] | None = None
+
+    async def listen(self, ready: Callable[[Gateway], None] | None = None) -> None:
+        """Serve until told to stop."""
+        self._ready = ready
+        watch = asyncio.ensure_future(self._watch())
+        try:
+            with self.capture_signals():
+                await self._serve([self._sock] if self._sock is not None else None)
+                # Drained as asked: a SIGTERM is not raised again, so that the exit status is 0.
+                self._captured_signals = [sig for sig in self._captured_signals if sig != signal.SIGTERM]
+        finally:
+            watch.cancel()
+        if not self.started:
+            sys.exit(3)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self._ready is not None:
+            self._ready(self.gateway)
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on."""
+        port: int = self.servers[0].sockets[0].getsockname()[1]
+        return port
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.gateway.draining = True
+        loop = asyncio.get_running_loop()
+        deadline = loop.call_later(self.gateway.settings.timeouts.drain, self._give_up)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            deadline.cancel()
+
+    def _give_up(self) -> None:
+        for connection in self._carriers():
+            connection.give_up()
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(1.0)
+            now = loop.time()
+            for connection in self._carriers():
+                connection.overdue(now)
+
+    def _carriers(self) -> list[Any]:
+        return [connection for connection in self.server_state.connections if isinstance(connection, Carrier)]

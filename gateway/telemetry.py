@@ -1,0 +1,128 @@
+"""Counters and histograms, and how a scrape reads them.
+
+The data plane counts with plain additions; prometheus-client turns the numbers into the exposition format when it is
+asked. Label values come from configuration and from small fixed sets, never from a request.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+OVERHEAD = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
+
+Labels = tuple[str, ...]
+
+
+class Counter:
+    """A number that only grows, one for each combination of label values."""
+
+    def __init__(self, name: str, help: str, labels: Labels = ()) -> None:
+        self.name, self.help, self.labels = name, help, labels
+        self.values: dict[Labels, int] = {} if labels else {(): 0}
+
+    def add(self, *labels: str) -> None:
+        self.values[labels] = self.values.get(labels, 0) + 1
+
+    def collect(self) -> Metric:
+        family = CounterMetricFamily(self.name, self.help, labels=self.labels)
+        for labels, value in self.values.items():
+            family.add_metric(labels, value)
+        return family
+
+
+class Gauge:
+    """A number read when it is scraped."""
+
+    def __init__(
+        self, name: str, help: str, labels: Labels, read: Callable[[], Iterable[tuple[Labels, float]]]
+    ) -> None:
+        self.name, self.help, self.labels, self.read = name, help, labels, read
+
+    def collect(self) -> Metric:
+        family = GaugeMetricFamily(self.name, self.help, labels=self.labels)
+        for labels, value in self.read():
+            family.add_metric(labels, value)
+        return family
+
+
+class Histogram:
+    """Seconds, counted into buckets."""
+
+    def __init__(self, name: str, help: str, buckets: tuple[float, ...] = SECONDS, labels: Labels = ()) -> None:
+        self.name, self.help, self.labels, self.buckets = name, help, labels, buckets
+        self.counts: dict[Labels, list[int]] = {} if labels else {(): [0] * (len(buckets) + 1)}
+        self.sums: dict[Labels, float] = {} if labels else {(): 0.0}
+
+    def observe(self, seconds: float, *labels: str) -> None:
+        counts = self.counts.get(labels)
+        if counts is None:
+            counts = self.counts[labels] = [0] * (len(self.buckets) + 1)
+            self.sums[labels] = 0.0
+        counts[bisect_left(self.buckets, seconds)] += 1
+        self.sums[labels] += seconds
+
+    def collect(self) -> Metric:
+        family = HistogramMetricFamily(self.name, self.help, labels=self.labels)
+        for labels, counts in self.counts.items():
+            family.add_metric(labels, list(self._cumulative(counts)), self.sums[labels])
+        return family
+
+    def _cumulative(self, counts: list[int]) -> Iterator[tuple[str, float]]:
+        total = 0
+        for bound, count in zip((*map(str, self.buckets), "+Inf"), counts, strict=True):
+            total += count
+            yield bound, total
+
+
+class Telemetry:
+    """Every series that the gateway exports."""
+
+    def __init__(self) -> None:
+        self.requests = Counter(
+            "detgate_requests", "Requests answered, by pool, route and status.", ("pool", "route", "status")
+        )
+        self.sendings = Counter(
+            "detgate_sendings", "Sendings to replicas, by how they ended.", ("pool", "replica", "outcome")
+        )
+        self.racing = Counter("detgate_racing", "Requests whose index was decided by the network.")
+        self.reused = Counter("detgate_index_reused", "Indices taken again by a repeat of their request.")
+        self.unseeded = Counter("detgate_unseeded", "Sampled requests that left without a seed.", ("route",))
+        self.guard = Counter("detgate_guard", "Guards that saw something suspicious.", ("guard",))
+        self.store_errors = Counter("detgate_store_errors", "Calls to the store that failed.")
+        self.ledger_errors = Counter("detgate_ledger_errors", "Records that could not be written.")
+        self.overhead = Histogram(
+            "detgate_overhead_seconds", "Time that the gateway itself added to a request.", OVERHEAD
+        )
+        self.first_byte = Histogram("detgate_first_byte_seconds", "Time to the first byte of an answer.")
+        self.total = Histogram("detgate_request_seconds", "Time of a whole request.")
+        self.lane_wait = Histogram("detgate_lane_wait_seconds", "Time spent waiting in lanes.", labels=("pool",))
+        self.gauges: list[Gauge] = []
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def gauge(
+        self, name: str, help: str, labels: Labels, read: Callable[[], Iterable[tuple[Labels, float]]]
+    ) -> None:
+        """Add a gauge whose values are read at each scrape."""
+        self.gauges.append(Gauge(name, help, labels, read))
+
+    def collect(self) -> Iterator[Metric]:
+        for series in vars(self).values():
+            if isinstance(series, Counter | Histogram):
+                yield series.collect()
+        for gauge in self.gauges:
+            yield gauge.collect()
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self._registry)
