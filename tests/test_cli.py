@@ -1,7 +1,14 @@
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +226,63 @@ def test_seed_loads_no_server() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert told.stdout.splitlines()[1] == "set()"
+
+
+@contextmanager
+def started(*argv: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A command that serves, as a process of its own, and the address that it prints."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "gateway", *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout
+        urls = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stdout)
+        yield next(url[0] for url in urls if url), process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_sim_serves_the_engine_that_its_flags_describe() -> None:
+    with started("sim", "--engine", "sglang", "--model", "m", "--no-deterministic", "--port", "0") as (
+        url,
+        sim,
+    ):
+        with urllib.request.urlopen(f"{url}/server_info", timeout=30) as answer:
+            told = json.load(answer)
+        assert (told["served_model_name"], told["enable_deterministic_inference"]) == ("m", False)
+        sim.send_signal(signal.SIGINT)
+        assert sim.wait(timeout=30) == 130
+
+
+def wait_until_ready(url: str) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        with suppress(urllib.error.HTTPError), urllib.request.urlopen(f"{url}/readyz", timeout=30):
+            return
+    pytest.fail("not ready within 30 s")
+
+
+def test_demo_serves_and_gives_the_seed_that_seed_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = {"model": "sim-model", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+    with started("demo", "--port", "0", "--seed", "7", "--ledger", str(tmp_path)) as (url, demo):
+        wait_until_ready(url)
+        request = urllib.request.Request(
+            f"{url}/sessions/17:3/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            seed = answer.headers["X-Detgate-Seed"]
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(timeout=30) == 130
+    assert main(["seed", "17:3", "0", "--seed", "7"]) == 0
+    assert capsys.readouterr().out == f"{seed}\n"
 
 
 def test_ctrl_c_ends_quietly_with_130(
