@@ -17,6 +17,7 @@ from gateway.ledger.writer import Ledger, LedgerFault
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
 from gateway.stores.memory import MemoryStore
+from gateway.tasks import start, stop
 from gateway.telemetry import Telemetry
 
 FLUSH_SECONDS = 0.25
@@ -53,13 +54,11 @@ class Gateway:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Probe and write while it serves; the ledger is whole afterwards."""
-        tasks = [asyncio.ensure_future(self.health.run()), asyncio.ensure_future(self._flush())]
+        tasks = (start(self.health.run(), "health"), start(self._flush(), "ledger"))
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await stop(*tasks)
             for replica in self.fleet.replicas:
                 replica.connections.close()
             self.ledger.close()

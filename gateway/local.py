@@ -7,15 +7,16 @@ from typing import Any
 import orjson
 
 from gateway.answers import Client
-from gateway.core.document import Document
-from gateway.core.errors import Busy, CallerFault, ModelNotFound
-from gateway.core.types import Headers
+from gateway.core.document import Document, Malformed
+from gateway.core.errors import Busy, CallerFault, ModelNotFound, WrongMethod
+from gateway.core.types import Headers, Request
 from gateway.fleet import Fleet, Pool
 from gateway.sending import Dispatcher
 from gateway.upstream import Broken
 
 _JSON: Headers = [(b"content-type", b"application/json")]
 _MODELS = "/v1/models"
+_ABORT = "/abort_request"
 
 
 class Local:
@@ -25,13 +26,20 @@ class Local:
         self._fleet = fleet
         self._dispatcher = dispatcher
 
-    async def answer(self, kind: str, route: str, document: Document, client: Client) -> None:
-        """Answer a request of kind `models` or `abort`. Raises a `CallerFault` or `Busy`."""
-        if kind == "models":
-            client.reply(200, _JSON, orjson.dumps(self.models(route)))
-        else:
-            await self._abort(document)
+    def owns(self, route: str) -> bool:
+        """Whether this answers a route."""
+        return route.startswith(_MODELS) or route == _ABORT
+
+    async def answer(self, route: str, request: Request, client: Client) -> None:
+        """Answer a request to one of its routes. Raises a `CallerFault` or `Busy`."""
+        method = "POST" if route == _ABORT else "GET"
+        if request.method != method:
+            raise WrongMethod(f"{route} takes {method}, not {request.method}.")
+        if route == _ABORT:
+            await self._abort(request.body)
             client.reply(200, _JSON, b"{}")
+        else:
+            client.reply(200, _JSON, orjson.dumps(self.models(route)))
 
     def models(self, route: str) -> dict[str, Any]:
         """All models of all pools, each once; or the one that the route names."""
@@ -48,7 +56,11 @@ class Local:
             raise ModelNotFound(f"No pool serves the model {name!r}.", param="model")
         return found[name]
 
-    async def _abort(self, document: Document) -> None:
+    async def _abort(self, body: bytes) -> None:
+        try:
+            document = Document(body)
+        except Malformed as error:
+            raise CallerFault(str(error), code="invalid_json") from None
         wanted = document.value.get("rid") or document.value.get("request_id")
         if not isinstance(wanted, str) or not wanted:
             raise CallerFault(

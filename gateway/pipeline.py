@@ -98,10 +98,12 @@ class Pipeline:
         """Answer one request, whatever happens."""
         work = Work(asyncio.get_running_loop().time())
         try:
-            asked = work.asked = self._identify(work, request)
-            if asked.handling.kind in ("models", "abort"):
-                await self._local.answer(asked.handling.kind, asked.route, asked.document, client)
+            location = identity.locate(request.path)
+            work.api = API_OF.get(location.route, "openai")
+            if self._local.owns(location.route):
+                await self._local.answer(location.route, request, client)
                 return
+            asked = work.asked = self._identify(request, location)
             await self._claim(work, asked)
             decided = self._plan(work, asked)
             job = work.job = self._job(work, asked, decided)
@@ -119,10 +121,8 @@ class Pipeline:
             await self._record(work, client)
 
     # --- 1. identify: who asks, for what, of whom. Nothing is taken yet, so everything may still be refused.
-    def _identify(self, work: Work, request: Request) -> Asked:
-        location = identity.locate(request.path)
+    def _identify(self, request: Request, location: identity.Location) -> Asked:
         route = location.route
-        work.api = API_OF.get(route, "openai")
         caller = identity.identify(location, request.fields, self.settings.index_order)
         document = self._read(request)
         named = request.fields.get(b"x-detgate-pool")

@@ -17,6 +17,7 @@ from gateway.assembly import Gateway
 from gateway.carriers.http1 import Carrier
 from gateway.logs import configure
 from gateway.settings import Settings
+from gateway.tasks import start
 
 log = structlog.get_logger("detgate")
 
@@ -68,7 +69,7 @@ class Server(uvicorn.Server):
     async def listen(self, ready: Callable[[Gateway], None] | None = None) -> None:
         """Serve until told to stop."""
         self._ready = ready
-        watch = asyncio.ensure_future(self._watch())
+        watch = start(self._watch(), "connections")
         try:
             with self.capture_signals():
                 await self._serve([self._sock] if self._sock is not None else None)

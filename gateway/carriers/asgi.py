@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from gateway.core.errors import Fault, TooLarge
 from gateway.core.shapes import error_body, error_headers
 from gateway.core.types import Headers, Request
+from gateway.tasks import start, stop
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -31,6 +32,7 @@ class Client:
     def __init__(self) -> None:
         self.started = False
         self.response_complete = False
+        self.disconnected = False
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
         self._head: Message | None = None
@@ -136,19 +138,24 @@ class DataPlane:
 
     async def _serve(self, request: Request, receive: Receive, send: Send) -> None:
         client = Client()
-        serving = asyncio.ensure_future(self._plane.serve(request, client))
-        pumping = asyncio.ensure_future(client.pump(send))
-        leaving = asyncio.ensure_future(receive())
+        serving = start(self._plane.serve(request, client), "request")
+        pumping = start(client.pump(send), "answer")
+        leaving = start(_left(receive), "client")
         try:
             await asyncio.wait((pumping, leaving), return_when=asyncio.FIRST_COMPLETED)
             if pumping.done():
                 await serving
                 if not pumping.result():
                     raise Broken
+            else:
+                client.disconnected = True
         finally:
-            for task in (serving, pumping, leaving):
-                task.cancel()
-            await asyncio.gather(serving, pumping, leaving, return_exceptions=True)
+            await stop(serving, pumping, leaving)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _request(scope: Any, body: bytes) -> Request:

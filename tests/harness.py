@@ -1,0 +1,299 @@
+"""A whole gateway in the test's own event loop, and scripted fake workers for faults that real engines do not show.
+
+    async with gateway(pool("policy", worker.url)) as gate:
+        answer = await gate.http.post("/v1/chat/completions", json=chat("hi"))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import httpx
+
+from gateway.assembly import Gateway
+from gateway.serve import Server
+from gateway.settings import Settings
+from gateway.tasks import start, stop
+
+MODEL = "test-model"
+
+
+def pool(name: str, *urls: str, **settings: Any) -> dict[str, Any]:
+    """A pool's configuration: replicas `{name}-0`, `{name}-1` … at these URLs."""
+    replicas = [{"name": f"{name}-{number}", "url": url} for number, url in enumerate(urls)]
+    return {"name": name, "engine": "vllm", "models": [MODEL], "replicas": replicas} | settings
+
+
+def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:
+    """A chat request."""
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}]} | fields
+
+
+@dataclass
+class Gate:
+    """A running gateway."""
+
+    gateway: Gateway
+    server: Server
+    url: str
+    port: int
+    http: httpx.AsyncClient
+    ledger: Path
+
+    def records(self) -> list[dict[str, Any]]:
+        """The ledger as it is now."""
+        self.gateway.ledger.flush()
+        files = sorted(self.ledger.rglob("*.jsonl"))
+        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+    def in_flight(self, replica: str) -> int:
+        """The load of a replica, as the gateway counts it."""
+        return next(each.load for each in self.gateway.fleet.replicas if each.name == replica)
+
+    async def until(self, holds: Callable[[], bool], seconds: float = 5.0) -> None:
+        """Wait until a condition of the gateway's own state holds. Fails the test when it does not in time."""
+        async with asyncio.timeout(seconds):
+            while not holds():
+                await asyncio.sleep(0.005)
+
+
+class _Server(Server):
+    """The real server, without its hold on the process's signals."""
+
+    def __init__(self, gateway: Gateway, sock: socket.socket, carrier: Literal["http1", "asgi"]) -> None:
+        super().__init__(gateway, sock)
+        self.listening = asyncio.Event()
+        if carrier == "asgi":
+            self.config.http = "httptools"
+
+    @property
+    def handles_signals(self) -> bool:
+        return False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+@asynccontextmanager
+async def gateway(
+    *pools: dict[str, Any], carrier: Literal["http1", "asgi"] = "http1", **settings: Any
+) -> AsyncIterator[Gate]:
+    """A gateway on a free port, with its ledger in a temporary folder. Ready when every replica was probed."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = {
+            "pools": list(pools),
+            "ledger": {"path": folder},
+            "health": {"interval": 0.05, "timeout": 1.0},
+            "port": 0,
+        } | settings
+        made = Gateway(Settings.load(None, {}, given))
+        listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        port = listener.getsockname()[1]
+        server = _Server(made, listener, carrier)
+        async with made.running():
+            serving = start(server.listen(), "server")
+            await server.listening.wait()
+            url = f"http://127.0.0.1:{port}"
+            async with httpx.AsyncClient(base_url=url, timeout=30.0) as http:
+                gate = Gate(made, server, url, port, http, Path(folder))
+                await gate.until(lambda: all(replica.state != "unknown" for replica in made.fleet.replicas))
+                try:
+                    yield gate
+                finally:
+                    server.should_exit = server.force_exit = True
+                    await serving
+
+
+# --- the fake worker
+
+
+@dataclass
+class Seen:
+    """A request as it reached the fake worker."""
+
+    method: str
+    target: str
+    headers: list[tuple[str, str]]
+    body: bytes
+
+    def header(self, name: str) -> str | None:
+        """The first value of a header, by its name in lower case."""
+        return next((value for key, value in self.headers if key == name), None)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Reply:
+    """The fake worker's way to answer, byte by byte."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    keep: bool = True
+
+    def head(self, status: int = 200, *headers: tuple[str, str], length: int | None = None) -> None:
+        """A response head: chunked unless a length is given."""
+        framing = ("transfer-encoding", "chunked") if length is None else ("content-length", str(length))
+        lines = [f"HTTP/1.1 {status} Scripted", *(f"{name}: {value}" for name, value in (*headers, framing))]
+        self.writer.write(("\r\n".join(lines) + "\r\n\r\n").encode())
+
+    def sse(self) -> None:
+        """The head of an event stream."""
+        self.head(200, ("content-type", "text/event-stream; charset=utf-8"))
+
+    def chunk(self, data: bytes | str) -> None:
+        """One chunk of a chunked body."""
+        raw = data.encode() if isinstance(data, str) else data
+        self.writer.write(b"%x\r\n%b\r\n" % (len(raw), raw))
+
+    def end(self) -> None:
+        """The end of a chunked body."""
+        self.writer.write(b"0\r\n\r\n")
+
+    def json(self, body: Any, status: int = 200, *headers: tuple[str, str]) -> None:
+        """A whole JSON answer."""
+        raw = json.dumps(body).encode()
+        self.head(status, ("content-type", "application/json"), *headers, length=len(raw))
+        self.writer.write(raw)
+
+    def reset(self) -> None:
+        """Break the connection with a reset."""
+        self.writer.transport.abort()
+        self.keep = False
+
+    def close(self) -> None:
+        """Close the connection without more bytes."""
+        self.writer.close()
+        self.keep = False
+
+    async def gone(self) -> None:
+        """Wait until the other side closes the connection."""
+        try:
+            while await self.reader.read(65536):
+                pass
+        except ConnectionError:
+            pass
+        self.keep = False
+
+
+Script = Callable[[Seen, Reply], Awaitable[None]]
+
+
+def completion(text: str = "hi", **fields: Any) -> dict[str, Any]:
+    """A chat answer."""
+    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+    return {"id": "chatcmpl-1", "object": "chat.completion", "model": MODEL, "choices": [choice], "usage": usage} | fields
+
+
+def delta(text: str = "", finish: str | None = None, index: int = 0) -> str:
+    """One event of a chat stream."""
+    choice = {"index": index, "delta": {"content": text}, "finish_reason": finish}
+    event = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "model": MODEL, "choices": [choice]}
+    return f"data: {json.dumps(event)}\n\n"
+
+
+DONE = "data: [DONE]\n\n"
+
+
+async def polite(seen: Seen, reply: Reply) -> None:
+    """Answers every request with a short completion, streamed if it was asked to."""
+    if seen.body and seen.json.get("stream"):
+        reply.sse()
+        for event in (delta("h"), delta("i"), delta("", "stop"), DONE):
+            reply.chunk(event)
+        reply.end()
+    else:
+        reply.json(completion())
+
+
+class FakeWorker:
+    """A server that does what its script says. Probes and /v1/models are answered unless `probes` says otherwise."""
+
+    def __init__(self, script: Script = polite, *, probes: Script | None = None, port: int = 0) -> None:
+        self.script = script
+        self.probes = probes
+        self.port = port
+        self.seen: list[Seen] = []
+        self.connections = 0
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=2**26)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Stop listening and drop every connection."""
+        if self._server is not None:
+            self._server.close()
+            await stop(*self._tasks)
+            self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self.connections += 1
+        try:
+            while await self._one(reader, writer):
+                pass
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        first, *lines = head[:-4].split("\r\n")
+        method, target, _ = first.split(" ")
+        headers = [(name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
+        length = int(next((value for name, value in headers if name == "content-length"), "0"))
+        seen = Seen(method, target, headers, await reader.readexactly(length))
+        reply = Reply(reader, writer)
+        await self._answer(seen, reply)
+        if reply.keep:
+            await writer.drain()
+        return reply.keep
+
+    async def _answer(self, seen: Seen, reply: Reply) -> None:
+        if is_probe(seen):
+            if self.probes is not None:
+                await self.probes(seen, reply)
+            elif seen.target == "/v1/models":
+                reply.json({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+            else:
+                reply.json({})
+            return
+        self.seen.append(seen)
+        await self.script(seen, reply)
+
+
+def is_probe(seen: Seen) -> bool:
+    """Whether a request is the gateway's own, not a client's."""
+    return seen.method == "GET"
+
+
