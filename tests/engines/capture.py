@@ -3,8 +3,8 @@
     python -m tests.engines.capture vllm sglang
 
 Each engine is asked everything in its table below, one request after the other. A body is kept as it came,
-but for the folder of engines and models, which becomes `/engines`. Of long texts meant for machines (metrics, the
-server's own description) only the fields that the gateway reads are kept.
+but for the folder of engines and models, which becomes `/engines`. Of long texts meant for machines (metrics,
+the server's own description) only the fields that the gateway reads are kept.
 """
 
 import argparse

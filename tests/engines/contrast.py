@@ -6,8 +6,8 @@
 
 A rollout is 64 prompts with 4 samples each: 256 calls of chat completions at temperature 1, 32 in flight. It
 is done twice, and answer (prompt, sample) of the one run is compared with the same of the other. `--base-url`
-may be given several times (round robin); `{run}`, `{prompt}` and `{sample}` in it are filled in for each call,
-which can give every call a session of its own:
+may be given several times (round robin); `{run}`, `{prompt}` and `{sample}` in it are filled in for each
+call, which can give every call a session of its own:
 
     --base-url "http://127.0.0.1:8000/runs/{run}/sessions/{prompt}:{sample}/v1"
 """
@@ -75,7 +75,7 @@ async def rollout(
                     temperature=1,
                     **extra,
                 )
-                text = (await raw.parse()).choices[0].message.content or ""
+                text = raw.parse().choices[0].message.content or ""
                 decisions = {name: raw.headers[name] for name in DECISIONS if name in raw.headers}
                 return Answer(prompt, sample, text, decisions)
 
