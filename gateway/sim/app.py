@@ -104,16 +104,16 @@ class App:
     async def _reply(self, ask: Ask) -> Reply | Stream:
         status = ask.fault.health_status if ask.path in PROBES else ask.fault.status
         if status is not None:
-            return self._dialect.error(ask.path, status, f"simulated fault: status {status}")
+            return self._dialect.refusal(ask.path, Refused(status, f"simulated fault: status {status}"))
         refusal = self._refusal(ask)
         if refusal is not None:
             return refusal
         try:
             reply = await self._routes[ask.method, ask.path](ask, self._dialect)
         except Refused as refused:
-            return self._dialect.error(ask.path, refused.status, refused.message, refused.param)
+            return self._dialect.refusal(ask.path, refused)
         if isinstance(reply, Reply) and ask.fault.error_event_after_tokens is not None:
-            return self._dialect.error(ask.path, 500, "simulated fault: the engine failed")
+            return self._dialect.refusal(ask.path, Refused(500, "simulated fault: the engine failed"))
         return reply
 
     def _refusal(self, ask: Ask) -> Reply | None:
@@ -124,7 +124,8 @@ class App:
         if ask.path not in self._paths:
             return answer({"detail": "Not Found"}, 404)
         if (ask.method, ask.path) not in self._routes:
-            return answer({"detail": "Method Not Allowed"}, 405)
+            allowed = ", ".join(method for method, path in self._routes if path == ask.path)
+            return answer({"detail": "Method Not Allowed"}, 405, (("allow", allowed),))
         return None
 
     def crash(self) -> None:

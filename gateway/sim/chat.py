@@ -5,23 +5,24 @@ from typing import Any
 
 from gateway.sim import model
 from gateway.sim.asks import Ask
-from gateway.sim.dialect import Dialect, Object, begin, used_tokens
+from gateway.sim.dialect import Dialect, Object, answer_usage, begin, wants_usage
 from gateway.sim.fields import Fields, Refused
 from gateway.sim.jobs import Piece
 from gateway.sim.replies import DONE, Event, Reply, Stream, answer, data
 from gateway.sim.runs import Answer, Run
 from gateway.sim.templates import Tool, chat_prompt, forced_tool
 
+_KIND = "chat.completion"
 _MOST_LOGPROBS = 20
 
 
 async def chat(ask: Ask, dialect: Dialect) -> Reply | Stream:
     """One conversation, n samples."""
     prompts = [chat_prompt(ask.fields, ask.settings.max_model_len)]
-    id, run = _begin(ask, dialect, prompts)
     tool = forced_tool(ask.fields)
+    id, run = _begin(ask, dialect, prompts)
     if ask.fields.flag("stream"):
-        return Stream(_events(ask, dialect, id, run, tool), dialect.broken(ask.path))
+        return Stream(_Chunks(ask, dialect, id, run, tool).events(), dialect.broken(ask.path))
     return await _whole(ask, dialect, id, run, tool, prompts)
 
 
@@ -29,8 +30,8 @@ async def batch(ask: Ask, dialect: Dialect) -> Reply | Stream:
     """Several conversations in one request; choice i answers the i-th, all with the same seed."""
     listed = ask.fields.get("messages")
     if not isinstance(listed, list) or not listed:
-        raise Refused(400, "messages must be a list of conversations", "messages")
-    if ask.fields.flag("stream") or (ask.fields.integer("n", 1) or 1) != 1:
+        raise Refused(400, "Input should be a valid list", "messages", schema=True)
+    if ask.fields.flag("stream") or ask.fields.integer("n", 1) != 1:
         raise Refused(400, "stream and n are not supported for batched conversations")
     longest = ask.settings.max_model_len
     prompts = [chat_prompt(ask.fields, longest, messages) for messages in listed]
@@ -49,56 +50,35 @@ async def _whole(
     ask: Ask, dialect: Dialect, id: str, run: Run, tool: Tool | None, prompts: list[list[int]]
 ) -> Reply:
     answers = await run.answers()
-    choices = [_choice(ask, dialect, id, place, found, tool) for place, found in enumerate(answers)]
-    usage = used_tokens(dialect, prompts, answers)
-    head = dialect.head(ask, id, "chat.completion")
-    return answer({**head, "choices": choices, "usage": usage, **dialect.tail(ask, answers)})
+    choices = [
+        {
+            "index": job.place,
+            "message": message(dialect, found, tool),
+            "logprobs": _logprobs(ask.fields, dialect, found.pieces),
+            "finish_reason": finish(ask.fields, dialect, found.pieces[-1], tool),
+            **dialect.chat_ending(ask, job, found),
+        }
+        for job, found in zip(run.generations, answers, strict=True)
+    ]
+    tail = dialect.tail(ask, answer_usage(dialect, prompts, answers), answers, chat=True)
+    return answer({**dialect.head(ask, id, _KIND), "choices": choices, **tail})
 
 
-def _choice(ask: Ask, dialect: Dialect, id: str, place: int, found: Answer, tool: Tool | None) -> Object:
-    calls = []
-    if tool is not None:
-        arguments = tool.arguments(found.text)
-        function = {"name": tool.name, "arguments": arguments}
-        calls = [{"id": dialect.call_id(), "type": "function", "function": function}]
-    return {
-        "index": place,
-        "message": dialect.message(None if tool else found.text, calls),
-        "logprobs": _logprobs(ask.fields, found.pieces),
-        "finish_reason": _reason(ask, dialect, found.pieces[-1], tool),
-        **dialect.ending(found, ask, id),
-    }
+def message(dialect: Dialect, found: Answer, tool: Tool | None) -> Object:
+    """A sample as a message; a call that was cut short is none."""
+    if tool is None or found.finish.reason != "stop":
+        return dialect.message(found.text, [])
+    function = {"name": tool.name, "arguments": tool.arguments(found.text)}
+    return dialect.message(None, [{"id": dialect.call_id(), "type": "function", "function": function}])
 
 
-def _reason(ask: Ask, dialect: Dialect, piece: Piece, tool: Tool | None) -> str | None:
+def finish(fields: Fields, dialect: Dialect, piece: Piece, tool: Tool | None) -> str | None:
+    """A choice's finish_reason; None: not yet."""
     if piece.finish is None:
         return None
     if tool is not None and piece.finish.reason == "stop":
-        return dialect.tool_finish(isinstance(ask.fields.get("tool_choice"), dict))
+        return dialect.tool_finish(isinstance(fields.get("tool_choice"), dict))
     return piece.finish.reason
-
-
-async def _events(ask: Ask, dialect: Dialect, id: str, run: Run, tool: Tool | None) -> AsyncIterator[Event]:
-    chunks = _Chunks(ask, dialect, id, run, tool)
-    for place in range(len(run.generations)):
-        yield data(chunks.opening(place))
-    completion = 0
-    ended: dict[int, Piece] = {}
-    async for place, piece in run.pieces():
-        completion += piece.token is not None
-        last = piece.finish is not None
-        if last:
-            ended[place] = piece
-        if not dialect.finish_apart:
-            yield data(chunks.text(place, piece), tokens=1, tail=last and len(ended) == len(run.generations))
-        elif piece.text or tool is not None:
-            yield data(chunks.text(place, piece), tokens=1)
-    for place, piece in sorted(ended.items()):
-        if dialect.finish_apart:
-            yield data(chunks.finish(place, piece), tail=True)
-    if ask.fields.inner("stream_options").flag("include_usage"):
-        yield data(chunks.usage(completion), tail=True)
-    yield Event(DONE, tail=True)
 
 
 class _Chunks:
@@ -107,72 +87,104 @@ class _Chunks:
     def __init__(self, ask: Ask, dialect: Dialect, id: str, run: Run, tool: Tool | None) -> None:
         self._ask = ask
         self._dialect = dialect
-        self._jobs = run.generations
+        self._run = run
         self._ids = dialect.chunk_ids(id, [job.id for job in run.generations])
         self._tool = tool
         self._called: set[int] = set()
+        self._ended: dict[int, Piece] = {}
 
-    def opening(self, place: int) -> Object:
-        return self._chunk(place, {"role": "assistant", "content": ""}, None, None, first=True)
+    async def events(self) -> AsyncIterator[Event]:
+        """Openings, text as it comes, ends, usage, [DONE]."""
+        for job in self._run.generations:
+            yield data(self._opening(job.place, job.tokens))
+        completion = 0
+        async for place, piece in self._run.pieces():
+            completion += piece.token is not None
+            if piece.finish is not None:
+                self._ended[place] = piece
+            for event in self._text(place, piece):
+                yield event
+        if self._dialect.finish_apart:
+            for place, piece in sorted(self._ended.items()):
+                yield data(self._finish(place, piece), tail=True)
+        if wants_usage(self._ask):
+            yield data(self._usage(completion), tail=True)
+        yield Event(DONE, tail=True)
 
-    def text(self, place: int, piece: Piece) -> Object:
-        logprobs = _logprobs(self._ask.fields, [piece])
-        reason = None if self._dialect.finish_apart else _reason(self._ask, self._dialect, piece, self._tool)
-        return self._chunk(place, self._delta(place, piece), piece, logprobs, reason)
+    def _opening(self, place: int, prompt: list[int]) -> Object:
+        delta = self._dialect.delta(role="assistant", content="")
+        tail = self._dialect.chunk_tail(self._ask, chat=True, prompt=prompt)
+        return self._chunk(place, delta, None, tail)
 
-    def finish(self, place: int, piece: Piece) -> Object:
-        reason = _reason(self._ask, self._dialect, piece, self._tool)
-        return self._chunk(place, {"role": None, "content": None}, piece, None, reason)
-
-    def usage(self, completion: int) -> Object:
-        usage = self._dialect.usage(len(self._jobs[0].tokens), completion, self._jobs[0].cached_tokens)
-        head = self._dialect.head(self._ask, self._ids[0], "chat.completion.chunk")
-        return {**head, "choices": [], "usage": usage}
-
-    def _chunk(
-        self,
-        place: int,
-        delta: Object,
-        piece: Piece | None,
-        logprobs: Any,
-        reason: str | None = None,
-        first: bool = False,
-    ) -> Object:
-        choice = {"index": place, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        if reason is None and piece is not None:
-            piece = Piece(piece.token, piece.text)
-        choice |= self._dialect.chunk_ending(piece, self._ask)
-        head = self._dialect.head(self._ask, self._ids[place], "chat.completion.chunk")
-        tail = self._dialect.chunk_tail(self._ask, place, self._jobs[place].tokens, first)
-        return {**head, "choices": [choice], **tail}
-
-    def _delta(self, place: int, piece: Piece) -> Object:
+    def _text(self, place: int, piece: Piece) -> list[Event]:
+        apart = self._dialect.finish_apart
+        if apart and not piece.text and self._tool is None:
+            return []
+        shown = Piece(piece.token, piece.text, piece.logprob, piece.top) if apart else piece
+        last = not apart and len(self._ended) == len(self._run.generations)
+        closing = last and not wants_usage(self._ask)
+        tail = self._dialect.chunk_tail(self._ask, chat=True, last=closing)
         if self._tool is None:
-            return {"content": piece.text}
-        function: Object = {"arguments": self._tool.inside(piece.text)}
-        call: Object = {"index": 0, "function": function}
-        if place not in self._called:
-            self._called.add(place)
-            call = {"id": self._dialect.call_id(), "type": "function", **call}
-            function["name"] = self._tool.name
-            function["arguments"] = self._tool.opening + function["arguments"]
-        if piece.finish is not None and piece.finish.reason == "stop":
-            function["arguments"] += self._tool.closing
-        return {"tool_calls": [call]}
+            delta = self._dialect.delta(content=piece.text)
+            return [data(self._chunk(place, delta, shown, tail), tokens=1, tail=last)]
+        opening = [] if place in self._called else [self._call(place, self._tool)]
+        function = {"arguments": self._arguments(place, piece, self._tool)}
+        delta = self._dialect.delta(tool_calls=[{"index": 0, "function": function}])
+        return [*opening, data(self._chunk(place, delta, shown, tail), tokens=1, tail=last)]
+
+    def _call(self, place: int, tool: Tool) -> Event:
+        call = {
+            "id": self._dialect.call_id(),
+            "type": "function",
+            "index": 0,
+            "function": {"name": tool.name},
+        }
+        return data(self._chunk(place, self._dialect.delta(tool_calls=[call]), Piece(None, ""), {}))
+
+    def _arguments(self, place: int, piece: Piece, tool: Tool) -> str:
+        opening = "" if place in self._called else tool.opening
+        self._called.add(place)
+        ended = piece.finish is not None and piece.finish.reason == "stop"
+        return opening + tool.inside(piece.text) + (tool.closing if ended else "")
+
+    def _finish(self, place: int, piece: Piece) -> Object:
+        return self._chunk(place, self._dialect.delta(), Piece(None, "", finish=piece.finish), {})
+
+    def _usage(self, completion: int) -> Object:
+        usage = self._dialect.stream_usage(len(self._run.generations[0].tokens), completion, chat=True)
+        head = self._dialect.head(self._ask, self._ids[-1], f"{_KIND}.chunk")
+        tail = self._dialect.chunk_tail(self._ask, chat=True, last=True)
+        return {**head, "choices": [], "usage": usage, **tail}
+
+    def _chunk(self, place: int, delta: Object, piece: Piece | None, tail: Object) -> Object:
+        fields = self._ask.fields
+        known = piece is not None and piece.token is not None
+        choice = {
+            "index": place,
+            "delta": delta,
+            "logprobs": _logprobs(fields, self._dialect, [piece]) if piece and known else None,
+            "finish_reason": finish(fields, self._dialect, piece, self._tool) if piece else None,
+            **self._dialect.chat_chunk_ending(self._ask, piece),
+        }
+        return {
+            **self._dialect.head(self._ask, self._ids[place], f"{_KIND}.chunk"),
+            "choices": [choice],
+            **tail,
+        }
 
 
-def _logprobs(fields: Fields, pieces: list[Piece]) -> Object | None:
+def _logprobs(fields: Fields, dialect: Dialect, pieces: list[Piece]) -> Object | None:
     if not fields.flag("logprobs"):
         return None
-    return {"content": [_entry(piece) for piece in pieces if piece.token is not None]}
+    return {"content": [_entry(dialect, piece) for piece in pieces if piece.token is not None]}
 
 
-def _entry(piece: Piece) -> Object:
+def _entry(dialect: Dialect, piece: Piece) -> Object:
     assert piece.token is not None
-    top = [_named(token, logprob) for token, logprob in piece.top]
+    top = [_named(token, logprob) for token, logprob in dialect.chosen_logprobs(piece)]
     return {**_named(piece.token, piece.logprob), "top_logprobs": top}
 
 
-def _named(token: int, logprob: float) -> Object:
+def _named(token: int, logprob: float) -> dict[str, Any]:
     raw = model.piece(token)
     return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}

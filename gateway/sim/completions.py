@@ -4,12 +4,13 @@ from collections.abc import AsyncIterator
 
 from gateway.sim import model
 from gateway.sim.asks import Ask
-from gateway.sim.dialect import Dialect, Object, begin, used_tokens
+from gateway.sim.dialect import Dialect, Object, answer_usage, begin, wants_usage
 from gateway.sim.fields import Fields
 from gateway.sim.jobs import Piece
 from gateway.sim.replies import DONE, Event, Reply, Stream, answer, data
 from gateway.sim.runs import Run, read_prompts
 
+_KIND = "text_completion"
 _BUDGET = 16
 _MOST_LOGPROBS = 20
 
@@ -19,9 +20,7 @@ async def completions(ask: Ask, dialect: Dialect) -> Reply | Stream:
     fields = ask.fields
     prompts = read_prompts(fields.get("prompt"), ask.settings.max_model_len)
     top = fields.integer("logprobs", 0, 0, _MOST_LOGPROBS) or 0
-    id, run = begin(
-        ask, dialect, "cmpl", prompts, budget="max_tokens", top_logprobs=top, default_budget=_BUDGET
-    )
+    id, run = begin(ask, dialect, "cmpl", prompts, top_logprobs=top, default_budget=_BUDGET)
     if fields.flag("stream"):
         return Stream(_events(ask, dialect, id, run, prompts), dialect.broken(ask.path))
     answers = await run.answers()
@@ -29,84 +28,83 @@ async def completions(ask: Ask, dialect: Dialect) -> Reply | Stream:
         {
             "index": place,
             "text": _echo(fields, found.prompt) + found.text,
-            "logprobs": _logprobs(fields, found.pieces),
+            "logprobs": _logprobs(fields, dialect, found.pieces, found.prompt),
             "finish_reason": found.finish.reason,
-            **dialect.ending(found, ask, id),
+            **dialect.text_ending(ask, found),
         }
         for place, found in enumerate(answers)
     ]
-    usage = used_tokens(dialect, prompts, answers)
-    head = dialect.head(ask, id, "text_completion")
-    return answer({**head, "choices": choices, "usage": usage, **dialect.tail(ask, answers)})
+    tail = dialect.tail(ask, answer_usage(dialect, prompts, answers), answers, chat=False)
+    return answer({**dialect.head(ask, id, _KIND), "choices": choices, **tail})
 
 
 async def _events(
     ask: Ask, dialect: Dialect, id: str, run: Run, prompts: list[list[int]]
 ) -> AsyncIterator[Event]:
     ids = dialect.chunk_ids(id, [job.id for job in run.generations])
-    completion = 0
-    ended: dict[int, Piece] = {}
+    completion = ended = 0
     begun: set[int] = set()
     async for place, piece in run.pieces():
         completion += piece.token is not None
-        prompt = run.generations[place].tokens
-        text = piece.text if place in begun else _echo(ask.fields, prompt) + piece.text
-        first, last = place not in begun, piece.finish is not None
+        ended += piece.finish is not None
+        prompt = None if place in begun else run.generations[place].tokens
         begun.add(place)
-        if last:
-            ended[place] = piece
-        whole = not dialect.finish_apart
-        if whole or text:
-            chunk = _chunk(
-                ask, dialect, ids[place], place, piece if whole else _open(piece), text, prompt, first
-            )
-            yield data(chunk, tokens=1, tail=whole and last and len(ended) == len(ids))
-    for place, piece in sorted(ended.items()):
-        if dialect.finish_apart:
-            yield data(_chunk(ask, dialect, ids[place], place, piece, "", [], False), tail=True)
-    if ask.fields.inner("stream_options").flag("include_usage"):
-        cached = sum(job.cached_tokens for job in run.generations)
-        usage = dialect.usage(sum(map(len, prompts)), completion, cached)
-        yield data({**dialect.head(ask, ids[0], "text_completion"), "choices": [], "usage": usage}, tail=True)
+        last = ended == len(ids)
+        choice = {
+            "index": place,
+            "text": _echo(ask.fields, prompt or []) + piece.text,
+            "logprobs": _logprobs(ask.fields, dialect, [piece], prompt or []),
+            "finish_reason": piece.finish.reason if piece.finish else None,
+            **dialect.text_chunk_ending(ask, piece, prompt),
+        }
+        tail = dialect.chunk_tail(ask, chat=False, last=last and not wants_usage(ask))
+        chunk = {**dialect.head(ask, ids[place], _KIND), "choices": [choice], **tail}
+        yield data(chunk, tokens=1, tail=last)
+    if wants_usage(ask):
+        usage = {"usage": dialect.stream_usage(sum(map(len, prompts)), completion, chat=False)}
+        tail = dialect.chunk_tail(ask, chat=False, last=True) | usage
+        yield data({**dialect.head(ask, ids[0], _KIND), "choices": [], **usage, **tail}, tail=True)
     yield Event(DONE, tail=True)
-
-
-def _open(piece: Piece) -> Piece:
-    return Piece(piece.token, piece.text, piece.logprob, piece.top)
-
-
-def _chunk(
-    ask: Ask, dialect: Dialect, id: str, place: int, piece: Piece, text: str, prompt: list[int], first: bool
-) -> Object:
-    choice = {
-        "index": place,
-        "text": text,
-        "logprobs": _logprobs(ask.fields, [piece]),
-        "finish_reason": piece.finish.reason if piece.finish else None,
-        **dialect.chunk_ending(piece, ask),
-    }
-    head = dialect.head(ask, id, "text_completion")
-    return {**head, "choices": [choice], **dialect.chunk_tail(ask, place, prompt, first)}
 
 
 def _echo(fields: Fields, prompt: list[int]) -> str:
     return model.decode(prompt) if fields.flag("echo") else ""
 
 
-def _logprobs(fields: Fields, pieces: list[Piece]) -> Object | None:
+def _logprobs(fields: Fields, dialect: Dialect, pieces: list[Piece], prompt: list[int]) -> Object | None:
     if fields.get("logprobs") is None:
         return None
+    count = fields.integer("logprobs", 0) or 0
+    told = [piece for piece in pieces if piece.token is not None]
+    if fields.flag("echo"):
+        told = [*_prompt_pieces(prompt, count), *told]
     offsets = []
     length = 0
-    known = [(piece.token, piece) for piece in pieces if piece.token is not None]
-    for token, _ in known:
-        offsets.append(length)
-        length += len(model.decode([token]))
+    for piece in told:
+        offsets.append(dialect.text_offset(length))
+        length += len(_name(piece))
+    first = bool(prompt) and fields.flag("echo")
     return {
         "text_offset": offsets,
-        "token_logprobs": [piece.logprob for _, piece in known],
-        "tokens": [model.decode([token]) for token, _ in known],
+        "token_logprobs": [
+            None if first and not place else piece.logprob for place, piece in enumerate(told)
+        ],
+        "tokens": [_name(piece) for piece in told],
         "top_logprobs": [
-            {model.decode([token]): logprob for token, logprob in piece.top} for _, piece in known
+            None
+            if first and not place
+            else {model.decode([token]): logprob for token, logprob in dialect.chosen_logprobs(piece)}
+            for place, piece in enumerate(told)
         ],
     }
+
+
+def _prompt_pieces(prompt: list[int], count: int) -> list[Piece]:
+    return [
+        Piece(token, "", logprob, top[:count])
+        for token, (logprob, top) in zip(prompt, model.prompt_logprobs(prompt), strict=True)
+    ]
+
+
+def _name(piece: Piece) -> str:
+    return "" if piece.token is None else model.decode([piece.token])

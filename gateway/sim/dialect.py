@@ -2,12 +2,12 @@
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.sim.asks import Ask
-from gateway.sim.fields import Fields
-from gateway.sim.jobs import Piece
+from gateway.sim.fields import Fields, Refused
+from gateway.sim.jobs import Generation, Piece
 from gateway.sim.replies import Reply
 from gateway.sim.runs import Answer, Run, read_count, read_sampling
 from gateway.sim.sampling import Noise, Sampling
@@ -16,16 +16,11 @@ Object = dict[str, Any]
 
 
 class Dialect(ABC):
-    """One engine's ids, seeds, errors and shapes.
-
-    finish_apart  a stream's finish_reason comes in chunks of its own, after the last text
-    """
-
-    finish_apart: bool
+    """One engine's ids, seeds, errors and shapes."""
 
     @abstractmethod
-    def error(self, path: str, status: int, message: str, param: str | None = None) -> Reply:
-        """The engine's error body for that route."""
+    def refusal(self, path: str, refused: Refused) -> Reply:
+        """The engine's answer to a request that it refuses."""
 
     @abstractmethod
     def broken(self, path: str) -> bytes:
@@ -64,28 +59,59 @@ class Dialect(ABC):
         """The members of an answer or chunk that come before its choices."""
 
     @abstractmethod
-    def tail(self, ask: Ask, answers: list[Answer]) -> Object:
-        """The members of a whole answer that come after its choices and usage."""
+    def tail(self, ask: Ask, usage: Object, answers: Sequence[Answer], *, chat: bool) -> Object:
+        """The members of a whole answer that come after its choices."""
 
     @abstractmethod
-    def usage(self, prompt: int, completion: int, cached: int) -> Object:
-        """The token counts."""
+    def usage(self, prompt: int, completion: int) -> Object:
+        """The token counts of a whole answer."""
+
+    @abstractmethod
+    def stream_usage(self, prompt: int, completion: int, *, chat: bool) -> Object:
+        """The token counts of a stream."""
 
     @abstractmethod
     def message(self, content: str | None, calls: list[Object]) -> Object:
         """A chat answer's message."""
 
     @abstractmethod
-    def ending(self, answer: Answer, ask: Ask, id: str) -> Object:
-        """The last members of a whole choice."""
+    def delta(self, **members: Any) -> Object:
+        """A chat chunk's delta with these members."""
 
     @abstractmethod
-    def chunk_ending(self, piece: Piece | None, ask: Ask) -> Object:
-        """The last members of a choice in a chunk."""
+    def chat_ending(self, ask: Ask, job: Generation, answer: Answer) -> Object:
+        """The last members of a whole chat choice."""
 
     @abstractmethod
-    def chunk_tail(self, ask: Ask, place: int, prompt: list[int], first: bool) -> Object:
-        """The members of a chunk that come after its choices."""
+    def text_ending(self, ask: Ask, answer: Answer) -> Object:
+        """The last members of a whole completion choice."""
+
+    @abstractmethod
+    def chat_chunk_ending(self, ask: Ask, piece: Piece | None) -> Object:
+        """The last members of a chat chunk's choice; no piece: the opening one."""
+
+    @abstractmethod
+    def text_chunk_ending(self, ask: Ask, piece: Piece, prompt: list[int] | None) -> Object:
+        """The last members of a completion chunk's choice; `prompt` on a choice's first."""
+
+    @abstractmethod
+    def chunk_tail(
+        self, ask: Ask, *, chat: bool, prompt: list[int] | None = None, last: bool = False
+    ) -> Object:
+        """The members of a chunk that come after its choices; `prompt` on a chat choice's opening chunk."""
+
+    @property
+    @abstractmethod
+    def finish_apart(self) -> bool:
+        """Whether a chat stream's finish_reason comes in a chunk of its own, after all text."""
+
+    @abstractmethod
+    def chosen_logprobs(self, piece: Piece) -> list[tuple[int, float]]:
+        """The (token, logprob) pairs that the answer tells of one step."""
+
+    @abstractmethod
+    def text_offset(self, length: int) -> int:
+        """Where a token begins in a completion's text, after `length` characters."""
 
     @abstractmethod
     def call_id(self) -> str:
@@ -96,9 +122,9 @@ class Dialect(ABC):
         """The finish_reason of a choice that called the forced tool."""
 
 
-def fresh() -> str:
-    """A random id without dashes."""
-    return uuid.uuid4().hex
+def fresh(digits: int = 32) -> str:
+    """A random id of hexadecimal digits."""
+    return uuid.uuid4().hex[:digits]
 
 
 def begin(
@@ -107,13 +133,17 @@ def begin(
     kind: str,
     prompts: list[list[int]],
     *,
-    budget: str,
+    fields: Fields | None = None,
+    budget: str = "max_tokens",
     top_logprobs: int = 0,
     seeded: bool = True,
     default_budget: int | None = None,
 ) -> tuple[str, Run]:
-    """Puts a body's samples together: prompt by prompt, n of each. Gives the answer's id and the run."""
-    fields = ask.fields
+    """Puts a body's samples together: prompt by prompt, n of each. Gives the answer's id and the run.
+
+    `fields` stands for the body where a route has other names for the same things. Refused, EngineDied.
+    """
+    fields = fields or ask.fields
     count = read_count(fields)
     sampling = read_sampling(
         fields, defaults(ask), budget=budget, top_logprobs=top_logprobs, default_budget=default_budget
@@ -123,34 +153,28 @@ def begin(
     id = dialect.request_id(ask, kind)
     run = Run(ask)
     used = []
-    ids = dialect.job_ids(id, len(prompts) * count)
-    salt = fields.text("cache_salt") or fields.text("extra_key")
-    for place, job_id in enumerate(ids):
+    salt = ask.fields.text("cache_salt") or ask.fields.text("extra_key")
+    priority = ask.fields.integer("priority", 0) or 0
+    for place, job_id in enumerate(dialect.job_ids(id, len(prompts) * count)):
         noise, effective = dialect.noise(ask, seed, place % count)
         used.append(effective)
-        run.add(
-            job_id,
-            prompts[place // count],
-            sampling,
-            noise,
-            salt=salt,
-            priority=fields.integer("priority", 0) or 0,
-        )
+        run.add(job_id, prompts[place // count], sampling, noise, salt=salt, priority=priority)
     ask.note(id, seed, tuple(used))
     return id, run
 
 
 def defaults(ask: Ask) -> Mapping[str, float]:
-    """The sampling defaults of a /v1 route, which the model brings along."""
+    """The sampling defaults that come with the model."""
     settings = ask.settings
     preferred = settings.preferred_sampling_params if settings.engine == "sglang" else {}
-    return {**settings.generation_config, **preferred}
+    return {**(settings.generation_config if ask.path.startswith("/v1") else {}), **preferred}
 
 
-def used_tokens(dialect: Dialect, prompts: list[list[int]], answers: list[Answer]) -> Object:
+def answer_usage(dialect: Dialect, prompts: list[list[int]], answers: Sequence[Answer]) -> Object:
     """The usage of whole answers."""
-    return dialect.usage(
-        sum(map(len, prompts)),
-        sum(len(answer.tokens) for answer in answers),
-        sum(answer.cached_tokens for answer in answers),
-    )
+    return dialect.usage(sum(map(len, prompts)), sum(len(answer.tokens) for answer in answers))
+
+
+def wants_usage(ask: Ask) -> bool:
+    """Whether a stream has to tell its usage."""
+    return ask.fields.inner("stream_options").flag("include_usage")

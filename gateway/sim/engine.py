@@ -7,6 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from gateway.sim import model
 from gateway.sim.faults import Faults
@@ -14,11 +15,12 @@ from gateway.sim.jobs import Job
 from gateway.sim.model import mix
 from gateway.sim.settings import SimSettings
 
-BLOCK = 16
+BLOCKS = {"vllm": 16, "sglang": 1}
 _SEEN = 10_000
 _BODIES = 100
 _BODY_BYTES = 256 * 2**20
 _CACHED_BLOCKS = 100_000
+_RESPONSES = 10_000
 
 
 @dataclass(frozen=True)
@@ -53,22 +55,23 @@ class Counters:
 
 
 class PrefixCache:
-    """Blocks of prompts that were read before, the least lately used going first."""
+    """Blocks of prompts that were read before; the least lately used go first."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: int) -> None:
+        self._block = block
         self._blocks: dict[int, None] = {}
 
     def read(self, tokens: list[int], salt: str) -> int:
         """Takes a prompt in; how many of its first tokens were there already."""
         key = model.states(salt.encode())[-1] if salt else 0
-        keys = [mix(key, state) for state in model.states(tokens)[BLOCK - 1 :: BLOCK]]
+        keys = [mix(key, state) for state in model.states(tokens)[self._block - 1 :: self._block]]
         warm = next((place for place, block in enumerate(keys) if block not in self._blocks), len(keys))
         for block in keys:
             self._blocks.pop(block, None)
             self._blocks[block] = None
         while len(self._blocks) > _CACHED_BLOCKS:
             del self._blocks[next(iter(self._blocks))]
-        return min(warm * BLOCK, max(0, len(tokens) - 1))
+        return min(warm * self._block, max(0, len(tokens) - 1))
 
     def clear(self) -> None:
         self._blocks.clear()
@@ -79,14 +82,16 @@ class Engine:
 
     `dead`     it crashed: every connection is closed without an answer
     `running`  the jobs in the batch; `waiting` those that it had no place for
+    `responses`  the conversations behind stored responses, by response id
     """
 
     def __init__(self, settings: SimSettings) -> None:
         self.settings = settings
         self.faults = Faults()
         self.counters = Counters()
-        self.cache = PrefixCache()
+        self.cache = PrefixCache(BLOCKS[settings.engine])
         self.dead = False
+        self.responses: dict[str, list[Any]] = {}
         self.running: list[Job] = []
         self.waiting: list[Job] = []
         self._changed = asyncio.Event()
@@ -129,6 +134,12 @@ class Engine:
 
     def resume(self) -> None:
         self._resumed.set()
+
+    def keep_response(self, id: str, conversation: list[Any]) -> None:
+        """Stores a conversation for `previous_response_id`."""
+        self.responses[id] = conversation
+        while len(self.responses) > _RESPONSES:
+            del self.responses[next(iter(self.responses))]
 
     @property
     def paused(self) -> bool:
@@ -194,7 +205,7 @@ class Engine:
     def _company(self, job: Job, size: int) -> int:
         if not self.settings.batch_dependent:
             return 0
-        return 2 * (size - 1) + bool(job.cached_tokens)
+        return 0 if size == 1 and not job.cached_tokens else mix(size, job.cached_tokens)
 
     def _forget(self, job: Job) -> None:
         self.counters.aborted += 1

@@ -9,13 +9,17 @@ INT64 = 2**63
 
 
 class Refused(Exception):
-    """The engine refuses the request: a status, what it says, and the field that it blames."""
+    """The engine refuses the request: a status, what it says, and the field that it blames.
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    `schema` says that the body does not even have the right form, which engines tell in another tone.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, *, schema: bool = False) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
+        self.schema = schema
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,12 @@ class Fields:
     def parse(cls, body: bytes) -> "Fields":
         try:
             members = json.loads(body)
+        except json.JSONDecodeError as error:
+            raise Refused(400, f"JSON decode error: {error.msg}", str(error.pos), schema=True) from error
         except ValueError as error:
-            raise Refused(400, f"body is no JSON: {error}") from error
+            raise Refused(400, f"JSON decode error: {error}", schema=True) from error
         if not isinstance(members, dict):
-            raise Refused(400, "body must be a JSON object")
+            raise Refused(400, "Input should be a valid dictionary", schema=True)
         return cls(members)
 
     def get(self, name: str) -> Any:
@@ -54,14 +60,14 @@ class Fields:
         try:
             return float(_within(name, float(value), low, high))
         except (TypeError, ValueError) as error:
-            raise Refused(400, f"{name} must be a number, got {value!r}", name) from error
+            raise Refused(400, f"{name} must be a number, got {value!r}", name, schema=True) from error
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.get(name)
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise Refused(400, f"{name} must be a boolean, got {value!r}", name)
+            raise Refused(400, f"{name} must be a boolean, got {value!r}", name, schema=True)
         return value
 
     def text(self, name: str, default: str = "") -> str:
@@ -69,7 +75,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, str):
-            raise Refused(400, f"{name} must be a string, got {type(value).__name__}", name)
+            raise Refused(400, f"{name} must be a string, got {type(value).__name__}", name, schema=True)
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
@@ -90,7 +96,7 @@ class Fields:
         if value is None:
             return Fields({})
         if not isinstance(value, dict):
-            raise Refused(400, f"{name} must be an object", name)
+            raise Refused(400, f"{name} must be an object", name, schema=True)
         return Fields(value)
 
 
@@ -101,7 +107,7 @@ def is_integer(value: object) -> bool:
 
 def _each(name: str, value: Any, holds: Callable[[Any], bool]) -> list[Any]:
     if not isinstance(value, list) or not all(map(holds, value)):
-        raise Refused(400, f"{name} has a wrong type", name)
+        raise Refused(400, f"{name} has a wrong type", name, schema=True)
     return value
 
 
@@ -113,7 +119,7 @@ def _lax_integer(name: str, value: Any) -> int:
             pass
     elif isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         return int(value)
-    raise Refused(400, f"{name} must be a valid integer, got {value!r}", name)
+    raise Refused(400, f"{name} must be a valid integer, got {value!r}", name, schema=True)
 
 
 def _within(name: str, value: Any, low: Any, high: Any) -> Any:

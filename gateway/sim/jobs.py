@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gateway.sim import model
-from gateway.sim.model import END, mix, single, unit
-from gateway.sim.sampling import Noise, Sampling, choose, log_softmax
+from gateway.sim.model import END, log_softmax, mix, single, unit
+from gateway.sim.sampling import Noise, Sampling, choose
 
 _LOGIT_CHANGE = 0.2
 _SCORE_CHANGE = 1e-4
@@ -47,7 +47,7 @@ class Job:
     salt: str = ""
     priority: int = 0
     cached_tokens: int = 0
-    arrived: float = field(default_factory=time.monotonic)
+    arrived: float = field(default_factory=time.time)
     ended: bool = False
 
     def step(self, company: int) -> None:
@@ -159,16 +159,21 @@ class Generation(Job):
 
 @dataclass(eq=False, kw_only=True)
 class Scoring(Job):
-    """One pass over a text; `done` gives its vector of raw logits."""
+    """One pass over a text; `done` gives its raw logits, at `due` by the loop's clock at the earliest."""
 
     width: int = 1
-    seconds: float = 0.0
+    due: float = 0.0
     done: asyncio.Future[list[float]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
+    @property
+    def logit(self) -> float:
+        """The first logit, once it is done."""
+        return self.done.result()[0]
+
     def step(self, company: int) -> None:
-        if time.monotonic() - self.arrived < self.seconds:
+        if asyncio.get_running_loop().time() < self.due:
             return
         self.ended = True
         if not self.done.done():

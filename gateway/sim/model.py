@@ -38,7 +38,10 @@ ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": USER, "assistant": ASSIS
 _PIECES = re.compile(r"<\|\w+\|>| ?\w+|.", re.DOTALL)
 _EXTRA_CANDIDATES = 12
 
-Logits = list[tuple[int, float]]
+_UNLIKELY = -20.0
+
+Logits = Sequence[tuple[int, float]]
+"""(token, logit) pairs, by token; what is not named has probability 0."""
 
 
 def mix(key: int, value: int) -> int:
@@ -121,8 +124,8 @@ def states(tokens: Sequence[int]) -> list[int]:
 
 
 @lru_cache(maxsize=4096)
-def logits(state: int, last: int) -> tuple[tuple[int, float], ...]:
-    """The (token, logit) pairs that may follow, by token; what is not named has probability 0."""
+def logits(state: int, last: int) -> Logits:
+    """What may follow."""
     found: dict[int, float] = {}
     for place in range(_EXTRA_CANDIDATES):
         found[END + len(SPECIAL) + mix(state, place) % len(_WORDS)] = 0.0
@@ -131,3 +134,22 @@ def logits(state: int, last: int) -> tuple[tuple[int, float], ...]:
     if last == _FULL_STOP:
         found[END] = 2.5
     return tuple((token, logit + 2 * unit(mix(state, token))) for token, logit in sorted(found.items()))
+
+
+def log_softmax(pairs: Logits) -> list[tuple[int, float]]:
+    """The pairs with logarithms of probabilities in place of logits."""
+    top = max(logit for _, logit in pairs)
+    total = top + math.log(math.fsum(math.exp(logit - top) for _, logit in pairs))
+    return [(token, logit - total) for token, logit in pairs]
+
+
+def prompt_logprobs(prompt: Sequence[int]) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+    """For each token of a prompt its logprob after those before it, and the likeliest there, best first."""
+    found = []
+    state, last = 0, END
+    for token in prompt:
+        pairs = log_softmax(logits(state, last))
+        top = tuple((known, single(value)) for known, value in sorted(pairs, key=lambda pair: -pair[1]))
+        found.append((single(dict(pairs).get(token, _UNLIKELY)), top))
+        state, last = advance(state, token), token
+    return found

@@ -4,8 +4,8 @@ import asyncio
 
 from gateway.sim import sglang, vllm
 from gateway.sim.asks import Ask
-from gateway.sim.dialect import Dialect, Object
-from gateway.sim.engine import BLOCK
+from gateway.sim.dialect import Dialect, Object, fresh
+from gateway.sim.engine import BLOCKS
 from gateway.sim.model import END
 from gateway.sim.replies import Reply, answer
 from gateway.sim.runs import Run
@@ -28,7 +28,7 @@ async def slow(ask: Ask, dialect: Dialect) -> Reply:
 async def models(ask: Ask, dialect: Dialect) -> Reply:
     """The one model."""
     settings = ask.settings
-    card = {
+    card: Object = {
         "id": settings.model,
         "object": "model",
         "created": ask.created,
@@ -37,6 +37,8 @@ async def models(ask: Ask, dialect: Dialect) -> Reply:
         "parent": None,
         "max_model_len": settings.max_model_len,
     }
+    if settings.engine == "vllm":
+        card["permission"] = [_permission(ask)]
     return answer({"object": "list", "data": [card]})
 
 
@@ -47,18 +49,25 @@ async def version(ask: Ask, dialect: Dialect) -> Reply:
 async def vllm_server_info(ask: Ask, dialect: Dialect) -> Reply:
     """The settings, not what kernels do; dev mode only."""
     settings = ask.settings
+    runner = "pooling" if settings.role == "reward" else "generate"
+    policy = "priority" if settings.priority_scheduling else "fcfs"
     config = {
-        "model_config": {
-            "model": settings.model,
-            "dtype": "torch.float32",
-            "seed": 0,
-            "max_model_len": settings.max_model_len,
+        "model_config": {"model": settings.model, "dtype": "torch.float32", "seed": 0, "quantization": None},
+        "cache_config": {"enable_prefix_caching": settings.prefix_cache},
+        "parallel_config": {
+            "pipeline_parallel_size": 1,
+            "tensor_parallel_size": 1,
+            "data_parallel_size": 1,
+            "eplb_config": {"policy": "default"},
         },
-        "cache_config": {"enable_prefix_caching": settings.prefix_cache, "block_size": BLOCK},
-        "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1},
-        "scheduler_config": {"max_num_seqs": settings.max_num_seqs, "policy": _policy(ask)},
+        "scheduler_config": {
+            "runner_type": runner,
+            "max_num_seqs": settings.max_num_seqs,
+            "enable_chunked_prefill": False,
+            "policy": policy,
+        },
     }
-    env = {"VLLM_BATCH_INVARIANT": settings.deterministic, "VLLM_SERVER_DEV_MODE": True}
+    env = {"VLLM_BATCH_INVARIANT": settings.deterministic}
     return answer({"vllm_config": config, "vllm_env": env})
 
 
@@ -100,6 +109,7 @@ async def model_info(ask: Ask, dialect: Dialect) -> Reply:
     return answer(
         {
             "model_path": settings.model,
+            "served_model_name": settings.model,
             "tokenizer_path": settings.model,
             "is_generation": settings.role == "generate",
             "preferred_sampling_params": _preferred(ask),
@@ -115,16 +125,22 @@ async def metrics(ask: Ask, dialect: Dialect) -> Reply:
     settings, engine = ask.settings, ask.engine
     running, waiting = len(engine.running), len(engine.waiting)
     if settings.engine == "sglang":
-        labels = f'model_name="{settings.model}",tp_rank="0",pp_rank="0"'
+        labels = (
+            f'engine_type="unified",model_name="{settings.model}",moe_ep_rank="0",pp_rank="0",tp_rank="0"'
+        )
         text = _gauge("sglang:num_running_reqs", "The number of running requests.", labels, running)
         text += _gauge(
             "sglang:num_queue_reqs", "The number of requests in the waiting queue.", labels, waiting
         )
     else:
         labels = f'engine="0",model_name="{settings.model}"'
-        text = _gauge("vllm:num_requests_running", "Number of requests in execution.", labels, running)
-        text += _gauge("vllm:num_requests_waiting", "Number of requests waiting.", labels, waiting)
-        config = f'block_size="{BLOCK}",enable_prefix_caching="{settings.prefix_cache}",engine="0"'
+        text = _gauge(
+            "vllm:num_requests_running", "Number of requests in model execution batches.", labels, running
+        )
+        text += _gauge(
+            "vllm:num_requests_waiting", "Number of requests waiting to be processed.", labels, waiting
+        )
+        config = f'block_size="{BLOCKS["vllm"]}",enable_prefix_caching="{settings.prefix_cache}",engine="0"'
         text += _gauge("vllm:cache_config_info", "Information of the LLMEngine CacheConfig", config, 1)
     return Reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
@@ -135,12 +151,15 @@ async def clear_cache(ask: Ask, dialect: Dialect) -> Reply:
     return Reply(200)
 
 
+def _permission(ask: Ask) -> Object:
+    allowed = dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True)
+    denied = dict.fromkeys(("allow_create_engine", "allow_search_indices", "allow_fine_tuning"), False)
+    head = {"id": f"modelperm-{fresh(16)}", "object": "model_permission", "created": ask.created}
+    return {**head, **allowed, **denied, "organization": "*", "group": None, "is_blocking": False}
+
+
 def _gauge(name: str, about: str, labels: str, value: int) -> str:
     return f"# HELP {name} {about}\n# TYPE {name} gauge\n{name}{{{labels}}} {float(value)}\n"
-
-
-def _policy(ask: Ask) -> str:
-    return "priority" if ask.settings.priority_scheduling else "fcfs"
 
 
 def _preferred(ask: Ask) -> Object | None:

@@ -84,7 +84,7 @@ class Sender:
 
     async def _whole(self, reply: Reply) -> None:
         body = gzip.compress(reply.body) if self._fault.gzip else reply.body
-        headers = (("content-type", reply.content_type), *reply.headers)
+        headers = ((("content-type", reply.content_type),) if reply.body else ()) + reply.headers
         if self._breaks_at(self._first_break()):
             clean = self._fault.close_after_tokens is not None
             await self._head(

@@ -3,7 +3,17 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from gateway.sim import chat, completions, probes, sglang_native, sglang_scores, vllm_native, vllm_pooling
+from gateway.sim import (
+    chat,
+    completions,
+    messages,
+    probes,
+    responses,
+    sglang_native,
+    sglang_scores,
+    vllm_native,
+    vllm_pooling,
+)
 from gateway.sim.replies import Reply, Stream
 from gateway.sim.settings import SimSettings
 
@@ -35,6 +45,9 @@ def _vllm(settings: SimSettings) -> Routes:
     found["POST", "/v1/chat/completions"] = chat.chat
     found["POST", "/v1/chat/completions/batch"] = chat.batch
     found["POST", "/v1/completions"] = completions.completions
+    found["POST", "/v1/responses"] = responses.responses
+    found["POST", "/v1/messages"] = messages.messages
+    found["POST", "/v1/messages/count_tokens"] = messages.count_tokens
     if settings.scale_out:
         found["POST", "/inference/v1/generate"] = vllm_native.generate
     return found
@@ -45,8 +58,8 @@ def _vllm_reward() -> Routes:
         ("POST", "/classify"): vllm_pooling.classify,
         ("POST", "/pooling"): vllm_pooling.pooling,
         ("POST", "/v1/embeddings"): vllm_pooling.embeddings,
-        ("POST", "/score"): vllm_pooling.score,
-        ("POST", "/v1/score"): vllm_pooling.score,
+        ("POST", "/score"): vllm_pooling.scores,
+        ("POST", "/v1/score"): vllm_pooling.scores,
         ("POST", "/rerank"): vllm_pooling.rerank,
         ("POST", "/v1/rerank"): vllm_pooling.rerank,
         ("POST", "/v2/rerank"): vllm_pooling.rerank,
@@ -73,11 +86,14 @@ def _sglang() -> Routes:
         ("POST", "/v1/detokenize"): sglang_native.detokenize,
         ("POST", "/v1/chat/completions"): chat.chat,
         ("POST", "/v1/completions"): completions.completions,
+        ("POST", "/v1/responses"): responses.responses,
+        ("POST", "/v1/messages"): messages.messages,
+        ("POST", "/v1/messages/count_tokens"): messages.count_tokens,
         ("POST", "/generate"): sglang_native.generate,
         ("POST", "/classify"): sglang_scores.classify,
         ("POST", "/encode"): sglang_scores.classify,
         ("POST", "/v1/classify"): sglang_scores.classify_v1,
         ("POST", "/v1/embeddings"): sglang_scores.embeddings,
-        ("POST", "/v1/score"): sglang_scores.score,
+        ("POST", "/v1/score"): sglang_scores.scores,
         ("POST", "/v1/rerank"): sglang_scores.rerank,
     }

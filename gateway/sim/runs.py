@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from gateway.sim import model
@@ -19,8 +19,7 @@ class Answer:
     """One finished sample."""
 
     prompt: list[int]
-    cached_tokens: int
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[Piece]
 
     @property
     def text(self) -> str:
@@ -59,7 +58,7 @@ class Run:
         longest = self._ask.settings.max_model_len
         room = longest - len(prompt)
         if room <= 0 or not prompt:
-            raise Refused(400, f"the prompt has {len(prompt)} tokens, not 1 to {longest - 1}")
+            raise Refused(400, f"the prompt has {len(prompt)} tokens, not 1 to {longest - 1}", "input_tokens")
         budget = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         self.generations.append(
             Generation(
@@ -91,10 +90,7 @@ class Run:
         pieces: list[list[Piece]] = [[] for _ in self.generations]
         async for place, piece in self.pieces():
             pieces[place].append(piece)
-        return [
-            Answer(job.tokens, job.cached_tokens, parts)
-            for job, parts in zip(self.generations, pieces, strict=True)
-        ]
+        return [Answer(job.tokens, parts) for job, parts in zip(self.generations, pieces, strict=True)]
 
 
 def read_sampling(
@@ -138,13 +134,14 @@ def read_prompts(value: Any, longest: int, name: str = "prompt") -> list[list[in
             return [tokens_of(item, longest) for item in value]
         case [[*_], *_] if all(isinstance(item, list) for item in value):
             return [_known(item, name) for item in value]
-    raise Refused(400, f"{name} must be a text, tokens, or a list of these", name)
+    raise Refused(400, f"{name} must be a text, tokens, or a list of these", name, schema=True)
 
 
 def tokens_of(text: str, longest: int) -> list[int]:
     """The tokens of a text. Refused: it cannot fit, which is seen without reading it."""
     if len(text) > longest * model.LONGEST_TOKEN:
-        raise Refused(400, f"the prompt has {len(text)} characters, too many for {longest} tokens")
+        said = f"the prompt has {len(text)} characters, too many for {longest} tokens"
+        raise Refused(400, said, "input_tokens")
     return model.encode(text)
 
 

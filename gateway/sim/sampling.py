@@ -5,15 +5,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gateway.sim.model import mix, unit
+from gateway.sim.model import log_softmax, mix, unit
 
 Noise = Callable[[int, int], int]
 """(tokens drawn so far by this request, absolute position) → the key of this step's noise."""
 
 _ENTROPY = random.SystemRandom()
 _LOW_32 = 2**32 - 1
-# Stands in for the engine's own folding, with the collision that was seen: 7 and 53023623507391.
-_FOLD = 33581944
 _STREAM = 0x766C6C6D
 _HASHED = 0x73676C
 
@@ -54,15 +52,17 @@ def hashed_noise(seed: int) -> Noise:
 
 
 def fold(seed: int) -> int:
-    """An int64 seed as 32 bits; seeds from 0 to 2³²−1 stay apart."""
-    low, high = seed & _LOW_32, seed >> 32 & _LOW_32
-    return low ^ (high * _FOLD & _LOW_32)
+    """An int64 seed as 32 bits: MurmurHash3's mixing of its two halves. Seeds from 0 to 2³²−1 stay apart."""
+    return _murmur(_murmur(0, seed & _LOW_32), seed >> 32 & _LOW_32)
 
 
-def log_softmax(pairs: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    top = max(logit for _, logit in pairs)
-    total = top + math.log(math.fsum(math.exp(logit - top) for _, logit in pairs))
-    return [(token, logit - total) for token, logit in pairs]
+def _murmur(state: int, word: int) -> int:
+    word = _rotate(word * 0xCC9E2D51 & _LOW_32, 15) * 0x1B873593 & _LOW_32
+    return (_rotate(state ^ word, 13) * 5 + 0xE6546B64) & _LOW_32
+
+
+def _rotate(word: int, by: int) -> int:
+    return (word << by | word >> (32 - by)) & _LOW_32
 
 
 def choose(pairs: Sequence[tuple[int, float]], sampling: Sampling, key: int) -> int:

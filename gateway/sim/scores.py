@@ -1,7 +1,9 @@
 """What a reward engine's routes share: texts go through the batch one job each and come back as logits."""
 
 import asyncio
+import base64
 import math
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -15,30 +17,32 @@ WIDTH = 8
 Reader = Callable[[Any], list[list[int]]]
 
 
-async def logits(ask: Ask, id: str, texts: list[list[int]], width: int = 1) -> list[list[float]]:
-    """The raw logits of each text. Refused: one is empty or too long."""
+async def score(ask: Ask, ids: list[str], texts: list[list[int]], width: int = 1) -> list[Scoring]:
+    """Puts the texts through the batch; all are done. Refused: one is empty or too long."""
     settings = ask.settings
     for text in texts:
         if not 0 < len(text) < settings.max_model_len:
             raise Refused(400, f"an input has {len(text)} tokens, not 1 to {settings.max_model_len - 1}")
+    due = asyncio.get_running_loop().time() + (settings.score_seconds or 0.0)
+    priority = ask.fields.integer("priority", 0) or 0
     jobs = [
-        Scoring(
-            id=id if len(texts) == 1 else f"{id}-{place}",
-            tokens=text,
-            priority=ask.fields.integer("priority", 0) or 0,
-            width=width,
-            seconds=settings.score_seconds or 0.0,
-        )
-        for place, text in enumerate(texts)
+        Scoring(id=id, tokens=text, priority=priority, width=width, due=due)
+        for id, text in zip(ids, texts, strict=True)
     ]
-    ask.note(id)
+    ask.note(ids[0])
     ask.jobs.extend(jobs)
     ask.engine.submit(jobs)
-    return await asyncio.gather(*(job.done for job in jobs))
+    await asyncio.gather(*(job.done for job in jobs))
+    return jobs
+
+
+def numbered(id: str, count: int) -> list[str]:
+    """The ids of a request's parts."""
+    return [id] if count == 1 else [f"{id}-{place}" for place in range(count)]
 
 
 def pairs(left: Any, right: Any, read: Reader) -> list[list[int]]:
-    """The texts of a comparison: one with each, or as many with as many, in order."""
+    """The texts of a comparison: one with each, or as many with as many, in order. Refused: other counts."""
     first, second = read(left), read(right)
     if len(first) == 1:
         first *= len(second)
@@ -48,6 +52,7 @@ def pairs(left: Any, right: Any, read: Reader) -> list[list[int]]:
 
 
 def sigmoid(logit: float) -> float:
+    """The logit as a probability."""
     return single(1 / (1 + math.exp(-logit)))
 
 
@@ -55,3 +60,10 @@ def normalised(vector: list[float]) -> list[float]:
     """The vector at length 1."""
     length = math.sqrt(math.fsum(value * value for value in vector))
     return [single(value / length) for value in vector]
+
+
+def encoded(vector: list[float], form: str) -> list[float] | str:
+    """The vector as numbers, or with the form "base64" as its float32 bytes."""
+    if form != "base64":
+        return vector
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -14,13 +14,16 @@ from gateway.sim.connection import SimProtocol
 from gateway.sim.engine import Engine
 from gateway.sim.settings import SimSettings
 
+_TICK = 0.1
+
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its hold on the process's signals, and with a start that can be awaited."""
+    """uvicorn's server inside another program: no hold on signals, a start and an end that can be awaited."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self.ended = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -29,6 +32,21 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.listening.set()
+
+    async def main_loop(self) -> None:
+        ticks = 0
+        while not self.ended.is_set():
+            await self.on_tick(ticks)
+            ticks += 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.ended.wait(), _TICK)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
+        for listener in self.servers:
+            await listener.wait_closed()
 
 
 class SimServer:
@@ -73,7 +91,7 @@ class SimServer:
         for listener in self._server.servers:
             listener.close()
         self.app.crash()
-        self._server.should_exit = self._server.force_exit = True
+        self._server.ended.set()
         await self._task
         self._server = self._task = None
 

@@ -7,8 +7,8 @@ from gateway.sim.dialect import Object, fresh
 from gateway.sim.fields import Refused
 from gateway.sim.replies import Reply, answer
 from gateway.sim.runs import read_prompts
-from gateway.sim.scores import WIDTH, logits, normalised, pairs
-from gateway.sim.sglang import Sglang, free_id
+from gateway.sim.scores import encoded, numbered, pairs, score
+from gateway.sim.sglang import Sglang, job_ids, pooled_meta
 
 
 async def classify(ask: Ask, dialect: Sglang) -> Reply:
@@ -16,14 +16,12 @@ async def classify(ask: Ask, dialect: Sglang) -> Reply:
     _check(ask)
     name = "input_ids" if ask.fields.get("text") is None else "text"
     value = ask.fields.get(name)
+    if value is None:
+        raise Refused(400, "At least one of text, input_ids, image, video, or audio should be provided")
     texts = read_prompts(value, ask.settings.max_model_len, name)
     listed = isinstance(value, list) and not isinstance(value[0], int)
-    ids = _ids(ask, len(texts), listed)
-    found = await logits(ask, ids[0], texts)
-    items = [
-        {"embedding": vector, "meta_info": _meta(ask, id, text)}
-        for id, text, vector in zip(ids, texts, found, strict=True)
-    ]
+    jobs = await score(ask, job_ids(ask, len(texts), listed), texts)
+    items = [{"embedding": job.done.result(), "meta_info": pooled_meta(ask, job)} for job in jobs]
     return answer(items if listed else items[0])
 
 
@@ -32,33 +30,38 @@ async def classify_v1(ask: Ask, dialect: Sglang) -> Reply:
     _check(ask)
     texts = _read(ask, ask.fields.get("input"))
     id = dialect.request_id(ask, "classify")
-    await logits(ask, id, texts)
+    await score(ask, numbered(id, len(texts)), texts)
     items = [
         {"index": place, "label": "LABEL_0", "probs": [1.0], "num_classes": 1} for place in range(len(texts))
     ]
-    usage = dialect.usage(sum(map(len, texts)), 0, 0)
-    return answer({**dialect.head(ask, f"classify-{id}", "list"), "data": items, "usage": usage})
+    head = {**dialect.head(ask, f"classify-{fresh()}", "list"), "model": ask.settings.model}
+    return answer({**head, "data": items, "usage": _usage(dialect, texts)})
 
 
 async def embeddings(ask: Ask, dialect: Sglang) -> Reply:
-    """A vector of length 1 for each text."""
+    """The raw logit of each text, on an OpenAI route."""
     _check(ask)
     texts = _read(ask, ask.fields.get("input"))
-    found = await logits(ask, dialect.request_id(ask, "embd"), texts, WIDTH)
+    id = dialect.request_id(ask, "embd")
+    jobs = await score(ask, numbered(id, len(texts)), texts)
+    form = ask.fields.text("encoding_format", "float")
     items = [
-        {"object": "embedding", "index": place, "embedding": normalised(vector)}
-        for place, vector in enumerate(found)
+        {"embedding": encoded(job.done.result(), form), "index": place, "object": "embedding"}
+        for place, job in enumerate(jobs)
     ]
-    usage = dialect.usage(sum(map(len, texts)), 0, 0)
-    return answer({"object": "list", "data": items, "model": ask.settings.model, "usage": usage})
+    usage = _usage(dialect, texts)
+    return answer({"data": items, "model": ask.settings.model, "object": "list", "usage": usage})
 
 
-async def score(ask: Ask, dialect: Sglang) -> Reply:
+async def scores(ask: Ask, dialect: Sglang) -> Reply:
     """The raw logit of the query with each item."""
     _check(ask)
     texts = pairs(ask.fields.get("query"), ask.fields.get("items"), lambda value: _read(ask, value))
-    found = await logits(ask, dialect.request_id(ask, "score"), texts)
-    return answer({"scores": found, "model": ask.settings.model, "object": "scoring"})
+    id = dialect.request_id(ask, "score")
+    jobs = await score(ask, numbered(id, len(texts)), texts)
+    found: Object = {"scores": [job.done.result() for job in jobs], "pooled_hidden_states": None}
+    found |= {"token_logprobs": None, "model": dialect.head(ask, id, "")["model"]}
+    return answer({**found, "usage": _usage(dialect, texts), "object": "scoring"})
 
 
 async def rerank(ask: Ask, dialect: Sglang) -> Reply:
@@ -66,16 +69,10 @@ async def rerank(ask: Ask, dialect: Sglang) -> Reply:
     _check(ask)
     documents = ask.fields.texts("documents")
     texts = pairs(ask.fields.get("query"), list(documents), lambda value: _read(ask, value))
-    id = dialect.request_id(ask, "rerank")
-    found = await logits(ask, id, texts)
+    jobs = await score(ask, [fresh() for _ in texts], texts)
     items: list[Object] = [
-        {
-            "score": logit,
-            "document": documents[place],
-            "index": place,
-            "meta_info": _meta(ask, id, texts[place]),
-        }
-        for place, [logit] in enumerate(found)
+        {"score": job.logit, "document": documents[place], "index": place, "meta_info": pooled_meta(ask, job)}
+        for place, job in enumerate(jobs)
     ]
     items.sort(key=lambda item: -item["score"])
     return answer(items[: ask.fields.integer("top_n", 0, 0) or len(items)])
@@ -90,23 +87,5 @@ def _read(ask: Ask, value: Any) -> list[list[int]]:
     return read_prompts(value, ask.settings.max_model_len, "input")
 
 
-def _ids(ask: Ask, count: int, listed: bool) -> list[str]:
-    rid = ask.fields.get("rid")
-    if rid is None:
-        return [fresh() for _ in range(count)]
-    given = (
-        rid if isinstance(rid, list) else [f"{rid}_{place}" for place in range(count)] if listed else [rid]
-    )
-    if len(given) != count:
-        raise Refused(400, "rid must be as many as the texts", "rid")
-    return [free_id(ask, one) for one in given]
-
-
-def _meta(ask: Ask, id: str, text: list[int]) -> Object:
-    return {
-        "id": id,
-        "finish_reason": {"type": "length", "length": 0},
-        "prompt_tokens": len(text),
-        "weight_version": ask.settings.weight_version,
-        "cached_tokens": 0,
-    }
+def _usage(dialect: Sglang, texts: list[list[int]]) -> Object:
+    return dialect.usage(sum(map(len, texts)), 0)

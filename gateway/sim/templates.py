@@ -18,7 +18,7 @@ def chat_prompt(fields: Fields, longest: int, messages: Any = None) -> list[int]
     """The prompt's tokens of a chat body, or of its `messages` given apart. Refused: they are no messages."""
     listed = fields.get("messages") if messages is None else messages
     if not isinstance(listed, list) or not listed:
-        raise Refused(400, "messages must be a list of at least one message", "messages")
+        raise Refused(400, "Input should be a valid list", "messages", schema=True)
     tokens: list[int] = []
     for tool in fields.get("tools") or []:
         tokens += [ROLES["system"], *tokens_of(json.dumps(tool, ensure_ascii=False), longest), END]
@@ -31,7 +31,7 @@ def chat_prompt(fields: Fields, longest: int, messages: Any = None) -> list[int]
 
 def _message(message: Any, longest: int) -> list[int]:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise Refused(400, "a message must be an object with a known role", "messages")
+        raise Refused(400, "a message must be an object with a known role", "messages", schema=True)
     tokens = [ROLES[message["role"]], *content_tokens(message.get("content"), longest)]
     for call in message.get("tool_calls") or []:
         function = call.get("function", {}) if isinstance(call, dict) else {}
@@ -46,7 +46,7 @@ def content_tokens(content: Any, longest: int) -> list[int]:
     if isinstance(content, str):
         return tokens_of(content, longest)
     if not isinstance(content, list):
-        raise Refused(400, "content must be a text or a list of parts", "messages")
+        raise Refused(400, "content must be a text or a list of parts", "messages", schema=True)
     tokens: list[int] = []
     for part in content:
         tokens += _part(part, longest)
@@ -57,7 +57,7 @@ def _part(part: Any, longest: int) -> list[int]:
     if isinstance(part, str):
         return tokens_of(part, longest)
     if not isinstance(part, dict):
-        raise Refused(400, "a part of a content must be an object", "messages")
+        raise Refused(400, "a part of a content must be an object", "messages", schema=True)
     if isinstance(part.get("text"), str):
         return tokens_of(part["text"], longest)
     if part.get("type") == "tool_result":

@@ -1,109 +1,113 @@
 """vLLM's reward routes (`--runner pooling`)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from gateway.sim.asks import Ask
 from gateway.sim.dialect import Object
 from gateway.sim.fields import Fields, Refused
+from gateway.sim.jobs import Scoring
 from gateway.sim.replies import Reply, answer
 from gateway.sim.runs import read_prompts
-from gateway.sim.scores import WIDTH, Reader, logits, normalised, pairs, sigmoid
+from gateway.sim.scores import WIDTH, encoded, normalised, numbered, pairs, score, sigmoid
 from gateway.sim.templates import chat_prompt
-from gateway.sim.vllm import Vllm
+from gateway.sim.vllm import Vllm, check_model
 
 
 async def classify(ask: Ask, dialect: Vllm) -> Reply:
     """One probability a text; `use_activation: false` gives the raw logit."""
-    texts = _inputs(ask, dialect)
-    id = dialect.request_id(ask, "classify")
-    found = await logits(ask, id, texts)
-    raw = ask.fields.get("use_activation") is False or ask.fields.get("activation") is False
+    id, jobs = await _scored(ask, dialect, "classify", _inputs(ask))
+    raw = ask.fields.flag("use_activation", True) is False
     items = [
-        {"index": place, "label": "LABEL_0", "probs": [logit if raw else sigmoid(logit)], "num_classes": 1}
-        for place, [logit] in enumerate(found)
+        {
+            "index": place,
+            "label": "LABEL_0",
+            "probs": [job.logit if raw else sigmoid(job.logit)],
+            "num_classes": 1,
+        }
+        for place, job in enumerate(jobs)
     ]
-    return answer({**_head(ask, dialect, id), "data": items, "usage": _usage(dialect, texts)})
+    return _listed(ask, dialect, id, jobs, items)
 
 
 async def pooling(ask: Ask, dialect: Vllm) -> Reply:
-    """The pooled vector of each text: here its one raw logit."""
-    texts = _inputs(ask, dialect)
-    id = dialect.request_id(ask, "pooling")
-    found = await logits(ask, id, texts)
-    items = [{"index": place, "object": "pooling", "data": vector} for place, vector in enumerate(found)]
-    return answer({**_head(ask, dialect, id), "data": items, "usage": _usage(dialect, texts)})
+    """The pooled vector of each text: here the one probability."""
+    id, jobs = await _scored(ask, dialect, "pooling", _inputs(ask))
+    items = [
+        {"index": place, "object": "pooling", "data": [sigmoid(job.logit)]} for place, job in enumerate(jobs)
+    ]
+    return _listed(ask, dialect, id, jobs, items)
 
 
 async def embeddings(ask: Ask, dialect: Vllm) -> Reply:
     """A vector of length 1 for each text."""
-    texts = _inputs(ask, dialect)
-    id = dialect.request_id(ask, "embd")
-    found = await logits(ask, id, texts, WIDTH)
+    id, jobs = await _scored(ask, dialect, "embd", _inputs(ask), WIDTH)
+    form = ask.fields.text("encoding_format", "float")
     items = [
-        {"index": place, "object": "embedding", "embedding": normalised(vector)}
-        for place, vector in enumerate(found)
+        {"index": place, "object": "embedding", "embedding": encoded(normalised(job.done.result()), form)}
+        for place, job in enumerate(jobs)
     ]
-    return answer({**_head(ask, dialect, id), "data": items, "usage": _usage(dialect, texts)})
+    return _listed(ask, dialect, id, jobs, items)
 
 
-async def score(ask: Ask, dialect: Vllm) -> Reply:
+async def scores(ask: Ask, dialect: Vllm) -> Reply:
     """The likeness of pairs of texts, by any of the names that the fields have had."""
-    _check_model(ask, dialect)
+    check_model(ask)
     left = _first(ask.fields, "text_1", "queries", "data_1")
     right = _first(ask.fields, "text_2", "documents", "items", "data_2")
-    texts = pairs(left, right, _reader(ask))
-    id = dialect.request_id(ask, "score")
-    found = await logits(ask, id, texts)
+    id, jobs = await _scored(ask, dialect, "score", pairs(left, right, lambda value: _read(ask, value)))
     items = [
-        {"index": place, "object": "score", "score": sigmoid(logit)} for place, [logit] in enumerate(found)
+        {"index": place, "object": "score", "score": sigmoid(job.logit)} for place, job in enumerate(jobs)
     ]
-    return answer({**_head(ask, dialect, id), "data": items, "usage": _usage(dialect, texts)})
+    return _listed(ask, dialect, id, jobs, items)
 
 
 async def rerank(ask: Ask, dialect: Vllm) -> Reply:
     """Documents by falling likeness to the query."""
-    _check_model(ask, dialect)
+    check_model(ask)
     documents = ask.fields.texts("documents")
-    texts = pairs(ask.fields.get("query"), list(documents), _reader(ask))
-    id = dialect.request_id(ask, "rerank")
-    found = await logits(ask, id, texts)
+    texts = pairs(_first(ask.fields, "query"), list(documents), lambda value: _read(ask, value))
+    id, jobs = await _scored(ask, dialect, "score", texts)
     items: list[Object] = [
-        {"index": place, "document": {"text": documents[place]}, "relevance_score": sigmoid(logit)}
-        for place, [logit] in enumerate(found)
+        {
+            "index": place,
+            "document": {"text": documents[place], "multi_modal": None},
+            "relevance_score": sigmoid(job.logit),
+        }
+        for place, job in enumerate(jobs)
     ]
     items.sort(key=lambda item: -item["relevance_score"])
     most = ask.fields.integer("top_n", 0, 0) or len(items)
-    usage = {"prompt_tokens": sum(map(len, texts)), "total_tokens": sum(map(len, texts))}
+    total = sum(map(len, texts))
+    usage = {"prompt_tokens": total, "total_tokens": total}
     return answer({"id": id, "model": ask.settings.model, "usage": usage, "results": items[:most]})
 
 
-def _inputs(ask: Ask, dialect: Vllm) -> list[list[int]]:
-    _check_model(ask, dialect)
+async def _scored(
+    ask: Ask, dialect: Vllm, kind: str, texts: list[list[int]], width: int = 1
+) -> tuple[str, list[Scoring]]:
+    id = dialect.request_id(ask, kind)
+    return id, await score(ask, numbered(id, len(texts)), texts, width)
+
+
+def _listed(ask: Ask, dialect: Vllm, id: str, jobs: list[Scoring], items: Sequence[Object]) -> Reply:
+    usage = dialect.usage(sum(len(job.tokens) for job in jobs), 0)
+    return answer({**dialect.head(ask, id, "list"), "data": items, "usage": usage})
+
+
+def _inputs(ask: Ask) -> list[list[int]]:
+    check_model(ask)
     if ask.fields.get("messages") is not None:
         return [chat_prompt(ask.fields, ask.settings.max_model_len)]
-    return _reader(ask)(ask.fields.get("input"))
+    return _read(ask, _first(ask.fields, "input"))
 
 
-def _check_model(ask: Ask, dialect: Vllm) -> None:
-    model = ask.fields.get("model")
-    if model is not None and model != ask.settings.model:
-        raise Refused(404, f"The model `{model}` does not exist.", "model")
-
-
-def _reader(ask: Ask) -> Reader:
-    return lambda value: read_prompts(value, ask.settings.max_model_len, "input")
+def _read(ask: Ask, value: Any) -> list[list[int]]:
+    return read_prompts(value, ask.settings.max_model_len, "input")
 
 
 def _first(fields: Fields, *names: str) -> Any:
     found = next((fields.get(name) for name in names if fields.get(name) is not None), None)
     if found is None:
-        raise Refused(400, f"{names[0]} is missing", names[0])
+        raise Refused(400, "Field required", names[0], schema=True)
     return found
-
-
-def _head(ask: Ask, dialect: Vllm, id: str) -> Object:
-    return dialect.head(ask, id, "list")
-
-
-def _usage(dialect: Vllm, texts: list[list[int]]) -> Object:
-    return dialect.usage(sum(map(len, texts)), 0, 0)
