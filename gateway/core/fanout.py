@@ -115,7 +115,7 @@ def calls(
     Raises `CallerFault` where the lists of a request cannot be shared out, or there would be more calls than
     `limit`.
     """
-    if handling.kind == "score" and not split_inputs:
+    if handling.kind == "score" and (not split_inputs or _misranked(handling, document)):
         return [_whole(document, seeds)]
     lists, n = _lists(handling, document), _n(handling, document)
     if _beams(handling, document) or (lists.prompts == 1 and (n == 1 or not handling.clones)):
@@ -143,6 +143,12 @@ def sent_seeds(handling: Handling, document: Document) -> list[bytes | None]:
 
 def _whole(document: Document, seeds: Sequence[int]) -> Call:
     return Call(sample=0, prompt=0, seed=seeds[0] if seeds else None, document=document, edits=())
+
+
+def _misranked(handling: Handling, document: Document) -> bool:
+    """Whether a rerank asks for a number of results that only the engine can refuse."""
+    top = document.value.get("top_n")
+    return handling.merge in _RANKED and top is not None and (type(top) is not int or top < 0)
 
 
 def _bound(count: int, limit: int) -> None:

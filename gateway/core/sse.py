@@ -130,11 +130,14 @@ class Observer:
         "_usage",
         "_weights",
         "done",
+        "sequence",
     )
 
     def __init__(self, api: Api, kind: Kind, choices: int = 1) -> None:
         self.done = False
         """The API's last event has come."""
+        self.sequence = 0
+        """Number that the next event of a Responses stream would have."""
         self._api = api
         self._kind = kind
         self._choices = choices
@@ -306,6 +309,7 @@ class Observer:
             self._use(event.get("usage"))
 
     def _responses(self, event: dict[str, Any], kind: str | None) -> None:
+        self.sequence = event.get("sequence_number", self.sequence) + 1
         response = event.get("response", event)
         if kind not in (None, "response.completed", "response.incomplete", "response.failed"):
             return

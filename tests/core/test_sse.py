@@ -167,6 +167,14 @@ def test_a_messages_stream_ends_with_its_stop_event() -> None:
     assert every_way(head + b"event: message_stop" + stop, "anthropic").ended
 
 
+def test_the_next_number_of_a_responses_stream() -> None:
+    capture = captures.load("vllm", "responses-stream")
+    observer = Observer("responses", "sample")
+    assert observer.sequence == 0
+    observer.feed(capture.body)
+    assert observer.sequence == len(capture.events())
+
+
 def test_aborts_are_seen_on_every_route() -> None:
     assert every_way(chunk(content="par", finish="abort") + DONE).aborted
     native = b'{"text":"par","output_ids":[1],"meta_info":{"finish_reason":{"type":"abort","message":"x"}}}'
