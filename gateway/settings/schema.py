@@ -250,14 +250,18 @@ class Timeouts(Section):
     client_write: Seconds = Field(60.0, description="Seconds that a client may take nothing of its answer.")
     store: Seconds = Field(2.0, description="Seconds for one call to the store.")
     head: Seconds = Field(30.0, description="Seconds that a client may take to send a request's head.")
-    body: Seconds = Field(60.0, description="Seconds that it may take for the body, and one more for each 16 KiB.")
+    body: Seconds = Field(
+        60.0, description="Seconds that it may take for the body, and one more for each 16 KiB."
+    )
     keep_alive: Seconds = Field(75.0, description="Seconds that a client's idle connection is kept.")
     drain: Seconds = Field(30.0, description="Seconds that requests in flight have to end after SIGTERM.")
 
 
 class Health(Section):
     interval: Seconds = Field(2.0, description="Seconds between two probes of a replica.")
-    timeout: Seconds = Field(10.0, description="Seconds that a probe may take; a busy server is slow, not dead.")
+    timeout: Seconds = Field(
+        10.0, description="Seconds that a probe may take; a busy server is slow, not dead."
+    )
     failures: Count = Field(3, description="Probes in a row that fail before a replica counts as down.")
     successes: Count = Field(2, description="Probes in a row that pass before it counts as up again.")
 
