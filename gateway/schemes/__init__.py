@@ -1,6 +1,6 @@
 """Seed schemes: a file of this folder is a scheme, by the name that the configuration gives.
 
-A scheme is a pure function with golden vectors in `tests/vectors/{name}.json`; tests want both of each file.
+A scheme is a pure function with golden vectors in `tests/vectors/schemes/{name}.json`; tests want both of each file.
 """
 
 from __future__ import annotations
