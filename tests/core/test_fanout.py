@@ -319,6 +319,12 @@ def test_each_input_alone(handling: Handling, body: str, expected: list[object])
     ]
 
 
+@pytest.mark.parametrize("top", ["-1", "1.5", '"2"', "true"])
+def test_what_only_the_engine_can_refuse_goes_to_it_whole(top: str) -> None:
+    document = Document(f'{{"query":"q","documents":["a","b"],"top_n":{top}}}'.encode())
+    assert fanout.calls(VLLM["/rerank"], document, (), split_inputs=True) == [Call(0, 0, None, document, ())]
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),

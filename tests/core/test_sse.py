@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
@@ -134,6 +135,7 @@ def test_a_finish_reason_ends_a_stream_without_done() -> None:
 def test_all_choices_must_finish() -> None:
     half = chunk(0, content="a") + chunk(1, content="b") + chunk(0, finish="stop")
     assert not every_way(half, choices=2).ended
+    assert not every_way(half, choices=1).ended
     assert every_way(half + chunk(1, finish="length"), choices=2).finish_reasons == ("stop", "length")
     assert not every_way(chunk(0, finish="stop"), choices=2).ended
 
@@ -244,6 +246,24 @@ def test_interleaved_tool_calls_are_kept_apart() -> None:
     assert one != every_way(called(0, "ay") + called(1, "xb") + end).content
 
 
+def test_the_finish_reason_and_the_place_of_a_choice_are_content() -> None:
+    pieces = (
+        chunk(content="a", finish="stop"),
+        chunk(content="a", finish="length"),
+        chunk(1, content="a", finish="stop"),
+    )
+    assert len({every_way(piece).content for piece in pieces}) == 3
+
+
+def test_ids_of_responses_are_no_content() -> None:
+    body = captures.load("vllm", "responses").body
+    seen = observe(body, "responses", "sample").content
+    assert seen is not None
+    assert observe(body.replace(b'"msg_', b'"other_'), "responses", "sample").content == seen
+    assert observe(body.replace(b"resp_", b"resp_other"), "responses", "sample").content == seen
+    assert observe(body.replace(b" curard", b" card"), "responses", "sample").content != seen
+
+
 def test_a_field_is_not_taken_for_another() -> None:
     end = chunk(finish="stop")
     contents = {
@@ -306,9 +326,15 @@ def test_an_event_that_grows_too_long_is_passed_over_and_said() -> None:
 
 
 def test_what_is_kept_of_a_long_event_is_bounded() -> None:
-    splitter = Splitter(100)
-    for _ in range(1000):
-        assert splitter.feed(b"x" * 30) == []
+    splitter = Splitter(1000)
+    piece = b"x" * 10_000
+    tracemalloc.start()
+    try:
+        for _ in range(1000):
+            assert splitter.feed(piece) == []
+        assert tracemalloc.get_traced_memory()[1] < 200_000
+    finally:
+        tracemalloc.stop()
     assert splitter.skipped == 1
     assert not splitter.empty
     assert splitter.feed(b"tail\n\nnext\n") == []
