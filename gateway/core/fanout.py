@@ -93,8 +93,9 @@ def samples(handling: Handling, document: Document, *, limit: int = LIMIT) -> in
 
     Raises `CallerFault` where n is no integer, or there are more samples than `limit`.
     """
-    lists = _lists(handling, document) if handling.kind == "sample" else _Lists(1)
-    count = lists.prompts * _n(handling, document)
+    if handling.kind != "sample" or _plain(handling, document):
+        return 1
+    count = _lists(handling, document).prompts * _n(handling, document)
     _bound(count, limit)
     return count
 
@@ -115,7 +116,8 @@ def calls(
     Raises `CallerFault` where the lists of a request cannot be shared out, or there would be more calls than
     `limit`.
     """
-    if handling.kind == "score" and (not split_inputs or _misranked(handling, document)):
+    unparted = handling.kind == "score" and (not split_inputs or _misranked(handling, document))
+    if unparted or _plain(handling, document):
         return [_whole(document, seeds)]
     lists, n = _lists(handling, document), _n(handling, document)
     if _beams(handling, document) or (lists.prompts == 1 and (n == 1 or not handling.clones)):
@@ -143,6 +145,19 @@ def sent_seeds(handling: Handling, document: Document) -> list[bytes | None]:
 
 def _whole(document: Document, seeds: Sequence[int]) -> Call:
     return Call(sample=0, prompt=0, seed=seeds[0] if seeds else None, document=document, edits=())
+
+
+def _plain(handling: Handling, document: Document) -> bool:
+    """Whether nothing in the request can ask for a second sample: most requests, told fast."""
+    value = document.value
+    if handling.n is not None:
+        holder = value if len(handling.n) == 1 else value.get(handling.n[0], {})
+        if type(holder) is not dict or handling.n[-1] in holder:
+            return False
+    if not handling.inputs:
+        return True
+    first, *others = handling.inputs
+    return type(value.get(first)) is str and not any(field in value for field in others)
 
 
 def _misranked(handling: Handling, document: Document) -> bool:
@@ -270,13 +285,25 @@ def _shares(handling: Handling, document: Document, lists: _Lists) -> dict[str, 
             parts = _companion(document, field, lists.prompts)
             if parts:
                 shares[field] = parts
-    if lists.prompts > 1 and isinstance(document.value.get("bootstrap_room"), int):
+    _check_shared(document, lists.prompts)
+    return shares
+
+
+def _check_shared(document: Document, prompts: int) -> None:
+    """Refuse values that hold for several prompts and for none of them alone."""
+    value = document.value
+    if prompts > 1 and isinstance(value.get("bootstrap_room"), int):
         raise CallerFault(
             "One bootstrap_room for several prompts cannot be shared out. Send single prompts.",
             code="cannot_split",
             param="bootstrap_room",
         )
-    return shares
+    if prompts > 1 and value.get("encoding_format") in ("bytes", "bytes_only"):
+        raise CallerFault(
+            "Answers in bytes cannot be joined. Send single inputs, or encoding_format float or base64.",
+            code="cannot_split",
+            param="encoding_format",
+        )
 
 
 def _companion(document: Document, field: str, prompts: int) -> list[bytes]:

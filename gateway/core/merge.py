@@ -90,29 +90,28 @@ class StreamMerger:
             self._done.add(child)
             return b""
         try:
-            document = Document(data)
+            joined = self._joined(child, Document(data))
         except Malformed:
-            return event + b"\n\n"
-        value = document.value
+            joined = None
+        return event + b"\n\n" if joined is None else joined
+
+    def _joined(self, child: int, document: Document) -> bytes | None:
+        """An event as the client gets it; None if it passes as it is. Raises `Malformed` for a choice that
+        is none."""
+        value, sample = document.value, self._calls[child].sample
         if value.get("error") is not None:
             self._failed = True
         elif self._native and "meta_info" in value:
-            return _data(document, [Set(("index",), b"%d" % self._calls[child].sample)])
-        elif isinstance(value.get("choices"), list):
-            if value.get("usage") and not value["choices"]:
-                self._usages[child] = document
-                return b""
-            return _data(document, self._choices(child, document))
-        return event + b"\n\n"
-
-    def _choices(self, child: int, document: Document) -> list[Edit]:
-        first = self._calls[child].sample
-        choices = _numbered(document.elements(("choices",)) or (), first)
-        edits: list[Edit] = [Set(("choices",), _array(choices))]
-        given = document.literal(("id",))
-        if given is not None:
-            edits.append(Set(("id",), self._one_id(given)))
-        return edits
+            return _data(document, [Set(("index",), b"%d" % sample)])
+        elif value.get("choices") == [] and isinstance(value.get("usage"), dict):
+            self._usages[child] = document
+            return b""
+        elif (choices := document.elements(("choices",))) is not None:
+            edits: list[Edit] = [Set(("choices",), _array(_numbered(choices, sample)))]
+            if (given := document.literal(("id",))) is not None:
+                edits.append(Set(("id",), self._one_id(given)))
+            return _data(document, edits)
+        return None
 
     def _one_id(self, given: bytes) -> bytes:
         """The first child's id. Ids made by the gateway tell which child's they are, so any of them tells

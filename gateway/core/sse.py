@@ -151,10 +151,15 @@ class Observer:
 
     def feed(self, chunk: bytes) -> None:
         """Read what came. Never raises: what cannot be read makes the content digest None."""
-        # Most chunks are one whole event.
-        if self._splitter.empty and chunk[-2:] == b"\n\n" and chunk.find(b"\n\n") == len(chunk) - 2:
-            self._data(payload(chunk[:-2]))
-            return
+        # Most chunks are one whole event, and most of those one line.
+        end = len(chunk) - 2
+        if end > 0 and self._splitter.empty:
+            if chunk.find(b"\n") == end and chunk[end + 1] == 0x0A and chunk.startswith(b"data: "):
+                self._data(chunk[6:end])
+                return
+            if chunk.find(b"\n\n") == end:
+                self._data(payload(chunk[:end]))
+                return
         for event in self._splitter.feed(chunk):
             self._data(payload(event))
 

@@ -216,6 +216,7 @@ def test_images_of_a_single_prompt_stay_a_list() -> None:
         (SGLANG[GENERATE], '{"text":["a","b"],"input_ids":[1,2]}', "text"),
         (SGLANG[GENERATE], '{"text":["a","b"],"bootstrap_room":7}', "bootstrap_room"),
         (SGLANG[GENERATE], '{"text":["a","b"],"sampling_params":[{"n":2},{}]}', "sampling_params.n"),
+        (VLLM["/pooling"], '{"input":["a","b"],"encoding_format":"bytes"}', "encoding_format"),
         (SGLANG[CHAT], '{"messages":[],"n":"8"}', "n"),
         (SGLANG[CHAT], '{"messages":[],"n":true}', "n"),
         (SGLANG[CHAT], '{"messages":[],"n":2.0}', "n"),
@@ -223,7 +224,7 @@ def test_images_of_a_single_prompt_stay_a_list() -> None:
 )
 def test_what_cannot_be_shared_out_is_refused(handling: Handling, body: str, param: str) -> None:
     with pytest.raises(CallerFault) as caught:
-        bodies(handling, body)
+        bodies(handling, body, split_inputs=True)
     assert caught.value.param == param
 
 

@@ -371,7 +371,7 @@ def test_no_done_where_a_child_sent_none() -> None:
 
 def test_comments_and_what_is_no_json_pass() -> None:
     merger = two()
-    odd = b": keep-alive\n\ndata: {\n\ndata: [1]\n\n"
+    odd = b': keep-alive\n\ndata: {\n\ndata: [1]\n\ndata: {"choices":[7]}\n\ndata: {"choices":7}\n\n'
     assert merger.feed(1, odd) == odd
 
 
