@@ -4,8 +4,9 @@ For tests and demonstrations; nothing in the gateway's data plane imports it.
 """
 
 from gateway.sim.app import App, build
-from gateway.sim.engine import Counters, Engine, Seen
+from gateway.sim.engine import Engine
 from gateway.sim.faults import Fault, Faults
+from gateway.sim.records import Counters, Seen
 from gateway.sim.server import SimServer, serve
 from gateway.sim.settings import SimSettings
 

@@ -3,13 +3,13 @@
 import asyncio
 import json
 from types import SimpleNamespace
-from typing import Any
 
 from gateway.sim.asks import Ask
-from gateway.sim.connection import Connection, Scope
+from gateway.sim.connection import Connection, Receive, Scope, Send
 from gateway.sim.engine import Engine
-from gateway.sim.faults import PROBES
+from gateway.sim.faults import NO_FAULT, PROBES, QUIET
 from gateway.sim.fields import Refused
+from gateway.sim.records import Seen
 from gateway.sim.replies import EngineDied, Reply, Sender, Stream, answer
 from gateway.sim.routes import routes
 from gateway.sim.settings import SimSettings
@@ -17,14 +17,6 @@ from gateway.sim.sglang import Sglang
 from gateway.sim.vllm import Vllm
 
 CONTROL = "/_sim"
-_UNCOUNTED = (
-    PROBES
-    | {"/metrics", "/version", "/v1/models", "/server_info", "/get_server_info"}
-    | {
-        "/model_info",
-        "/get_model_info",
-    }
-)
 
 
 class App:
@@ -38,7 +30,7 @@ class App:
         self._paths = {path for _, path in self._routes}
         self._open: set[Connection] = set()
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
@@ -59,15 +51,13 @@ class App:
             return
         path: str = scope["path"]
         if path == CONTROL:
-            await Sender(connection, self.engine.faults.take(CONTROL)).send(
-                self._control(scope["method"], body)
-            )
+            await Sender(connection, NO_FAULT).send(self._control(scope["method"], body))
             return
         headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
-        ask = Ask(scope["method"], path, headers, body, self.engine.faults.take(path), self.engine)
-        if path not in _UNCOUNTED:
-            self.engine.counters.requests += 1
-            self.engine.counters.keep_body(body)
+        fault = self.engine.faults.take(path)
+        ask = Ask(scope["method"], path, Seen(path, headers), body, fault, self.engine)
+        if path not in QUIET:
+            ask.note_arrival()
         await self._until_gone(ask, connection)
 
     async def _until_gone(self, ask: Ask, connection: Connection) -> None:
@@ -130,9 +120,9 @@ class App:
 
     def crash(self) -> None:
         """Ends as a process that was killed: every open connection is reset, no later one is answered."""
+        self.engine.die()
         for connection in self._open:
             connection.reset()
-        self.engine.die()
 
     def _control(self, method: str, body: bytes) -> Reply:
         engine = self.engine
@@ -152,7 +142,7 @@ class App:
         return answer(engine.report())
 
 
-async def _lifespan(receive: Any, send: Any) -> None:
+async def _lifespan(receive: Receive, send: Send) -> None:
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})

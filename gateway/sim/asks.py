@@ -1,13 +1,17 @@
 """One request as the handlers see it."""
 
+import contextlib
 import time
 from dataclasses import dataclass, field
 
-from gateway.sim.engine import Engine, Seen
+from gateway.sim.engine import Engine
 from gateway.sim.faults import Fault
-from gateway.sim.fields import Fields
+from gateway.sim.fields import Fields, Refused
 from gateway.sim.jobs import Job
+from gateway.sim.records import Seen
 from gateway.sim.settings import SimSettings
+
+_SEEDS = ("seed", "sampling_seed")
 
 
 @dataclass
@@ -16,7 +20,7 @@ class Ask:
 
     method: str
     path: str
-    headers: tuple[tuple[str, str], ...]
+    seen: Seen
     body: bytes
     fault: Fault
     engine: Engine
@@ -37,8 +41,20 @@ class Ask:
 
     def header(self, name: str) -> str | None:
         """The first header of that (lower case) name."""
-        return next((value for known, value in self.headers if known == name), None)
+        return self.seen.header(name)
 
     def note(self, id: str, seed: int | None = None, seeds: tuple[int | None, ...] = ()) -> None:
         """Writes down what this request is known by and what its samples run with."""
-        self.engine.counters.seen.append(Seen(id, self.path, seed, seeds, self.headers))
+        self.seen.id, self.seen.seed, self.seen.seeds = id, seed, seeds
+
+    def note_arrival(self) -> None:
+        """Counts the request, with the id and seed that it carries."""
+        self.engine.counters.arrived(self.seen, self.body)
+        self.seen.id = self.header("x-request-id")
+        with contextlib.suppress(Refused):
+            fields = self.fields
+            inner = fields.get("sampling_params")
+            places = [fields.members, inner if isinstance(inner, dict) else {}]
+            found = [place[name] for place in places for name in _SEEDS if place.get(name) is not None]
+            self.seen.seed = found[0] if found else None
+            self.seen.id = fields.get("rid") if isinstance(fields.get("rid"), str) else self.seen.id

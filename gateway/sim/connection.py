@@ -6,11 +6,14 @@ A reset needs the socket, which ASGI hides: `SimProtocol` puts the transport int
 import asyncio
 import socket
 import struct
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-Scope = dict[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _EXTENSION = "detgate.sim.transport"
 _NO_LINGER = struct.pack("ii", 1, 0)
@@ -27,7 +30,7 @@ class SimProtocol(HttpToolsProtocol):
 class Connection:
     """The ASGI callables of one request."""
 
-    def __init__(self, scope: Scope, receive: Any, send: Any) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.send = send
         self._receive = receive
         extension = (scope.get("extensions") or {}).get(_EXTENSION, {})
@@ -50,13 +53,13 @@ class Connection:
             pass
 
     def reset(self) -> None:
-        """Resets the connection (RST), after what was written has left.
+        """Resets the connection (RST); what the client has not read yet may be lost to it.
 
         ConnectionResetError: there is no socket, the application runs without a server.
         """
         transport = self._reachable()
         sock: socket.socket | None = transport.get_extra_info("socket")
-        if sock is not None:
+        if sock is not None and not transport.is_closing():
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         transport.abort()
 

@@ -4,54 +4,20 @@ One task steps all running jobs and ends when none is left, so an idle engine ho
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from gateway.sim import model
 from gateway.sim.faults import Faults
 from gateway.sim.jobs import Job
 from gateway.sim.model import mix
+from gateway.sim.records import Counters
 from gateway.sim.settings import SimSettings
 
 BLOCKS = {"vllm": 16, "sglang": 1}
-_SEEN = 10_000
-_BODIES = 100
-_BODY_BYTES = 256 * 2**20
 _CACHED_BLOCKS = 100_000
 _RESPONSES = 10_000
-
-
-@dataclass(frozen=True)
-class Seen:
-    """One request as it reached the engine.
-
-    `seed` is what it carried, after coercion; `seeds` what its samples ran with, None where that was random.
-    """
-
-    id: str
-    route: str
-    seed: int | None
-    seeds: tuple[int | None, ...]
-    headers: tuple[tuple[str, str], ...]
-
-
-@dataclass
-class Counters:
-    """What happened since the start; requests are those of the data plane."""
-
-    requests: int = 0
-    peak_running: int = 0
-    aborted: int = 0
-    disconnects: int = 0
-    seen: deque[Seen] = field(default_factory=lambda: deque(maxlen=_SEEN))
-    bodies: deque[bytes] = field(default_factory=lambda: deque(maxlen=_BODIES))
-
-    def keep_body(self, body: bytes) -> None:
-        self.bodies.append(body)
-        while len(self.bodies) > 1 and sum(map(len, self.bodies)) > _BODY_BYTES:
-            self.bodies.popleft()
 
 
 class PrefixCache:

@@ -1,14 +1,17 @@
 """Faults that can be switched on while an engine runs.
 
 Rules stand in the order in which they were given; a request meets all that match it, a later one winning over
-an earlier one field by field. A rule without a route concerns the data plane, or with `health_…` fields the
-probes.
+an earlier one field by field. A rule without a route concerns the requests that the engine computes something
+for; one with `health_…` fields concerns the probes.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 PROBES = frozenset({"/health", "/ready", "/health_generate", "/ping"})
+TELLING = PROBES | {"/metrics", "/version", "/v1/models", "/server_info", "/get_server_info", "/model_info"}
+QUIET = TELLING | {"/get_model_info", "/weight_info", "/abort_request", "/flush_cache", "/reset_prefix_cache"}
 _PROBE_FIELDS = frozenset({"health_delay", "health_status"})
 
 
@@ -63,7 +66,7 @@ NO_FAULT = Fault()
 class Rule:
     """A fault's fields, the route that it is for (None: see the module), and how often it still strikes."""
 
-    changes: Mapping[str, object]
+    changes: Mapping[str, Any]
     route: str | None = None
     times: int | None = None
 
@@ -72,10 +75,9 @@ class Rule:
             return False
         if self.route is not None:
             return path == self.route
-        return not _PROBE_FIELDS.isdisjoint(self.changes) if path in PROBES else not (self._probes_only())
-
-    def _probes_only(self) -> bool:
-        return _PROBE_FIELDS.issuperset(self.changes)
+        if path in PROBES:
+            return not _PROBE_FIELDS.isdisjoint(self.changes)
+        return path not in QUIET and not _PROBE_FIELDS.issuperset(self.changes)
 
 
 @dataclass
@@ -84,7 +86,7 @@ class Faults:
 
     rules: list[Rule] = field(default_factory=list)
 
-    def add(self, *, route: str | None = None, times: int | None = None, **changes: object) -> None:
+    def add(self, *, route: str | None = None, times: int | None = None, **changes: Any) -> None:
         """Switches a fault on, for the next `times` requests to `route`. ValueError: no such fault."""
         unknown = set(changes) - {known.name for known in fields(Fault)}
         if unknown or not changes:
@@ -102,7 +104,7 @@ class Faults:
         fault = NO_FAULT
         for rule in self.rules:
             if rule.concerns(path):
-                fault = replace(fault, **dict(rule.changes))  # type: ignore[arg-type]
+                fault = replace(fault, **rule.changes)
                 if rule.times is not None:
                     rule.times -= 1
         self.rules = [rule for rule in self.rules if rule.times != 0]

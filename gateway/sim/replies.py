@@ -14,7 +14,9 @@ from gateway.sim.faults import Fault
 
 Headers = tuple[tuple[str, str], ...]
 
-_SPLIT_SECONDS = 0.005
+_SPLIT_SECONDS = 0.002
+# A reset takes from the client what it has not read yet.
+_BEFORE_RESET_SECONDS = 0.02
 DONE = b"data: [DONE]\n\n"
 
 
@@ -152,6 +154,7 @@ class Sender:
     async def _break(self) -> None:
         fault = self._fault
         if fault.reset_after_tokens is not None:
+            await asyncio.sleep(_BEFORE_RESET_SECONDS)
             self._connection.reset()
         elif fault.cut_after_tokens is not None:
             self._connection.cut()

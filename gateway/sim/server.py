@@ -71,7 +71,8 @@ class SimServer:
 
     async def start(self) -> None:
         """Listens. OSError: the port is taken."""
-        listener = socket.socket()
+        # Named as TCP, or asyncio leaves Nagle's algorithm on and tokens wait for acknowledgements.
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("127.0.0.1", self.port))
