@@ -83,12 +83,14 @@ class Sending:
         home, self._home = self._home, None
         if home is None:
             return
-        if self._exchange is not None:
-            self._exchange.abort()
-        self.replica.load -= 1
-        home.live.pop(self.engine_id, None)
-        if self.lane is not None:
-            self.lane.leave()
+        try:
+            if self._exchange is not None:
+                self._exchange.abort()
+        finally:
+            self.replica.load -= 1
+            home.live.pop(self.engine_id, None)
+            if self.lane is not None:
+                self.lane.leave()
 
 
 class Dispatcher:

@@ -1,7 +1,9 @@
-"""A whole gateway in the test's own event loop, and scripted fake workers for faults that real engines do not show.
+"""A whole gateway in the test's own event loop, and scripted workers for what real engines do not show.
 
     async with gateway(pool("policy", worker.url)) as gate:
         answer = await gate.http.post("/v1/chat/completions", json=chat("hi"))
+
+`Wire` is a client down to its socket, for what an HTTP library would hide.
 """
 
 from __future__ import annotations
@@ -18,13 +20,26 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import httpx
+import structlog
+from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.assembly import Gateway
+from gateway.carriers.asgi import Application
 from gateway.serve import Server
 from gateway.settings import Settings
 from gateway.tasks import start, stop
 
+# A traceback with every local in colour takes a second.
+structlog.configure(
+    processors=[
+        structlog.processors.add_log_level,
+        structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
+
 MODEL = "test-model"
+
+CarrierName = Literal["http1", "asgi"]
 
 
 def pool(name: str, *urls: str, **settings: Any) -> dict[str, Any]:
@@ -48,6 +63,8 @@ class Gate:
     port: int
     http: httpx.AsyncClient
     ledger: Path
+    serving: asyncio.Task[None]
+    """Ends when the server has drained and stopped."""
 
     def records(self) -> list[dict[str, Any]]:
         """The ledger as it is now."""
@@ -59,17 +76,33 @@ class Gate:
         """The load of a replica, as the gateway counts it."""
         return next(each.load for each in self.gateway.fleet.replicas if each.name == replica)
 
+    def idle(self) -> bool:
+        """No client is connected and nothing is on its way to a replica."""
+        return not self.server.server_state.connections and not any(
+            each.load for each in self.gateway.fleet.replicas
+        )
+
+    async def gauge(self, name: str, **labels: str) -> float:
+        """The value of a series, as /metrics shows it."""
+        text = (await self.http.get("/metrics")).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == name and sample.labels == labels:
+                    return float(sample.value)
+        raise KeyError(name, labels)
+
     async def until(self, holds: Callable[[], bool], seconds: float = 5.0) -> None:
-        """Wait until a condition of the gateway's own state holds. Fails the test when it does not in time."""
-        async with asyncio.timeout(seconds):
-            while not holds():
-                await asyncio.sleep(0.005)
+        """Wait until a condition of the gateway's own state holds; fails the test if it does not in time."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        while not holds():
+            assert asyncio.get_running_loop().time() < deadline, f"not within {seconds:g} s"
+            await asyncio.sleep(0.005)
 
 
 class _Server(Server):
-    """The real server, without its hold on the process's signals."""
+    """The real server, without its hold on the process's signals, and quick to see that it is to stop."""
 
-    def __init__(self, gateway: Gateway, sock: socket.socket, carrier: Literal["http1", "asgi"]) -> None:
+    def __init__(self, gateway: Gateway, sock: socket.socket, carrier: CarrierName) -> None:
         super().__init__(gateway, sock)
         self.listening = asyncio.Event()
         if carrier == "asgi":
@@ -83,12 +116,31 @@ class _Server(Server):
         await super().startup(sockets)
         self.listening.set()
 
+    async def main_loop(self) -> None:
+        ticks = 0
+        while not await self.on_tick(ticks):
+            ticks += 1
+            await asyncio.sleep(0.01)
+
+    def drop(self) -> None:
+        """Stop listening and drop every connection."""
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
 
 @asynccontextmanager
 async def gateway(
-    *pools: dict[str, Any], carrier: Literal["http1", "asgi"] = "http1", **settings: Any
+    *pools: dict[str, Any],
+    carrier: CarrierName = "http1",
+    middleware: Callable[[Application], Application] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Gate]:
-    """A gateway on a free port, with its ledger in a temporary folder. Ready when every replica was probed."""
+    """A gateway on a free port, with its ledger in a temporary folder. Ready when every replica was probed.
+
+    `middleware` is put around the ASGI application, as an operator would.
+    """
     with tempfile.TemporaryDirectory() as folder:
         given = {
             "pools": list(pools),
@@ -100,18 +152,111 @@ async def gateway(
         listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         port = listener.getsockname()[1]
         server = _Server(made, listener, carrier)
+        if middleware is not None:
+            server.config.app = middleware(made.application)
         async with made.running():
             serving = start(server.listen(), "server")
             await server.listening.wait()
             url = f"http://127.0.0.1:{port}"
-            async with httpx.AsyncClient(base_url=url, timeout=30.0) as http:
-                gate = Gate(made, server, url, port, http, Path(folder))
+            async with httpx.AsyncClient(base_url=url, timeout=30.0, verify=False) as http:
+                gate = Gate(made, server, url, port, http, Path(folder), serving)
                 await gate.until(lambda: all(replica.state != "unknown" for replica in made.fleet.replicas))
                 try:
                     yield gate
                 finally:
-                    server.should_exit = server.force_exit = True
-                    await serving
+                    await stop(serving)
+                    server.drop()
+                    await gate.until(gate.idle)
+
+
+def _fields(lines: list[str]) -> list[tuple[str, str]]:
+    """Header fields, their names in lower case."""
+    return [(name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
+
+
+# --- a client
+
+
+class Wire:
+    """One connection of a client to a gateway.
+
+    async with Wire(gate.port) as wire:
+        wire.post("/v1/chat/completions", chat(stream=True))
+        status = await wire.head()
+    """
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.headers: list[tuple[str, str]] = []
+        """Those of the last answer, names in lower case."""
+
+    async def __aenter__(self) -> Self:
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._port)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def post(self, path: str, body: Any, *headers: tuple[str, str]) -> None:
+        """A request with a JSON body, or with these bytes."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        lines = [f"POST {path} HTTP/1.1", "host: gateway", f"content-length: {len(raw)}"]
+        lines += [f"{name}: {value}" for name, value in headers]
+        self.writer.write(("\r\n".join(lines) + "\r\n\r\n").encode() + raw)
+
+    async def head(self) -> int:
+        """Wait for an answer's head; its status."""
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        first, *lines = head[:-4].split("\r\n")
+        self.headers = _fields(lines)
+        return int(first.split(" ")[1])
+
+    def header(self, name: str) -> str | None:
+        """The first value of a header of the last answer, by its name in lower case."""
+        return next((value for key, value in self.headers if key == name), None)
+
+    async def chunk(self) -> bytes:
+        """The next chunk of a chunked body; nothing at its end. Raises where it breaks off."""
+        size = int(await self.reader.readuntil(b"\r\n"), 16)
+        data = await self.reader.readexactly(size)
+        await self.reader.readexactly(2)
+        return data
+
+    async def received(self, length: int) -> bytes:
+        """So many bytes of a chunked body, whatever its chunks."""
+        data = b""
+        while len(data) < length:
+            data += await self.chunk()
+        return data
+
+    async def body(self) -> bytes:
+        """The whole body. Raises `IncompleteReadError` where it breaks off."""
+        length = self.header("content-length")
+        if length is not None:
+            return await self.reader.readexactly(int(length))
+        data = b""
+        while piece := await self.chunk():
+            data += piece
+        return data
+
+    async def broken_body(self) -> bytes:
+        """What comes of a chunked body that must break off."""
+        data = b""
+        try:
+            while piece := await self.chunk():
+                data += piece
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return data
+        raise AssertionError(f"a clean end after {data[-200:]!r}")
+
+    def leave(self) -> None:
+        """Drop the connection, whatever is under way."""
+        self.writer.transport.abort()
 
 
 # --- the fake worker
@@ -125,6 +270,8 @@ class Seen:
     target: str
     headers: list[tuple[str, str]]
     body: bytes
+    connection: int = 0
+    """Which of the worker's connections it came by, from 1."""
 
     def header(self, name: str) -> str | None:
         """The first value of a header, by its name in lower case."""
@@ -195,7 +342,13 @@ def completion(text: str = "hi", **fields: Any) -> dict[str, Any]:
     """A chat answer."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
     usage = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
-    return {"id": "chatcmpl-1", "object": "chat.completion", "model": MODEL, "choices": [choice], "usage": usage} | fields
+    return {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "model": MODEL,
+        "choices": [choice],
+        "usage": usage,
+    } | fields
 
 
 def delta(text: str = "", finish: str | None = None, index: int = 0) -> str:
@@ -220,13 +373,27 @@ async def polite(seen: Seen, reply: Reply) -> None:
 
 
 class FakeWorker:
-    """A server that does what its script says. Probes and /v1/models are answered unless `probes` says otherwise."""
+    """A server that does what its script says. Probes are answered unless `probes` says otherwise.
 
-    def __init__(self, script: Script = polite, *, probes: Script | None = None, port: int = 0) -> None:
+    `keep_alive`: seconds after which it closes an idle connection. With `backlog` it can be made deaf.
+    """
+
+    def __init__(
+        self,
+        script: Script = polite,
+        *,
+        probes: Script | None = None,
+        port: int = 0,
+        keep_alive: float | None = None,
+        backlog: int = 1024,
+    ) -> None:
         self.script = script
         self.probes = probes
         self.port = port
+        self.keep_alive = keep_alive
         self.seen: list[Seen] = []
+        self._backlog = backlog
+        self._fillers: list[socket.socket] = []
         self.connections = 0
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -236,7 +403,9 @@ class FakeWorker:
         return f"http://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=2**26)
+        self._server = await asyncio.start_server(
+            self._serve, "127.0.0.1", self.port, limit=2**26, backlog=self._backlog
+        )
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -251,28 +420,42 @@ class FakeWorker:
             self._server.close()
             await stop(*self._tasks)
             self._server = None
+        while self._fillers:
+            self._fillers.pop().close()
+
+    def deafen(self) -> None:
+        """Accept no more: who connects from now on waits for an answer from the kernel that does not come."""
+        assert self._server is not None
+        asyncio.get_running_loop().remove_reader(self._server.sockets[0].fileno())
+        for _ in range(self._backlog + 2):
+            filler = socket.socket()
+            filler.setblocking(False)
+            filler.connect_ex(("127.0.0.1", self.port))
+            self._fillers.append(filler)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         self.connections += 1
+        number = self.connections
         try:
-            while await self._one(reader, writer):
+            while await self._one(reader, writer, number):
                 pass
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
             self._tasks.discard(task)
             writer.close()
 
-    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> bool:
+        async with asyncio.timeout(self.keep_alive):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         first, *lines = head[:-4].split("\r\n")
         method, target, _ = first.split(" ")
-        headers = [(name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
+        headers = _fields(lines)
         length = int(next((value for name, value in headers if name == "content-length"), "0"))
-        seen = Seen(method, target, headers, await reader.readexactly(length))
+        seen = Seen(method, target, headers, await reader.readexactly(length), number)
         reply = Reply(reader, writer)
         await self._answer(seen, reply)
         if reply.keep:
@@ -295,5 +478,3 @@ class FakeWorker:
 def is_probe(seen: Seen) -> bool:
     """Whether a request is the gateway's own, not a client's."""
     return seen.method == "GET"
-
-
