@@ -11,6 +11,7 @@ import structlog
 from gateway.core.vitals import Outcome, Vitals
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.settings import Settings
+from gateway.upstream import trust
 
 log = structlog.get_logger("detgate.health")
 
@@ -28,7 +29,8 @@ class Health:
 
     async def run(self) -> None:
         """Probe for ever."""
-        async with httpx.AsyncClient(timeout=self._settings.timeout) as http, asyncio.TaskGroup() as group:
+        http = httpx.AsyncClient(timeout=self._settings.timeout, verify=trust())
+        async with http, asyncio.TaskGroup() as group:
             for pool in self._fleet:
                 for replica in pool.replicas.values():
                     group.create_task(self._watch(http, pool, replica))

@@ -13,6 +13,7 @@ import ssl
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, cast
 from urllib.parse import urlsplit
 
@@ -36,6 +37,12 @@ class Broken(Exception):
         self.phase = phase
         self.stale = stale
         """The connection had been idle and closed without a byte: the replica most likely never saw the request."""
+
+
+@cache
+def trust() -> ssl.SSLContext:
+    """The certificates that replicas are believed by: the system's. One for requests and probes alike."""
+    return ssl.create_default_context()
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +282,7 @@ class Connections:
         self.idle_seconds = idle_seconds
         self._idle: deque[Connection] = deque()
         self._sweeper: asyncio.TimerHandle | None = None
-        self._tls = ssl.create_default_context() if self.address.tls else None
+        self._tls = trust() if self.address.tls else None
 
     async def send(self, head: bytes, body: bytes, *, fresh: bool = False) -> Exchange:
         """Send one request (`head` ends with the empty line) and give its exchange. Raises `Broken("connect")`."""
