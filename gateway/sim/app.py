@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 from gateway.sim.asks import Ask
 from gateway.sim.connection import Connection, Receive, Scope, Send
+from gateway.sim.dialect import fresh
 from gateway.sim.engine import Engine
 from gateway.sim.faults import NO_FAULT, PROBES, QUIET
 from gateway.sim.fields import Refused
 from gateway.sim.records import Seen
-from gateway.sim.replies import EngineDied, Reply, Sender, Stream, answer
+from gateway.sim.replies import EngineDied, Headers, Reply, Sender, Stream, answer
 from gateway.sim.routes import routes
 from gateway.sim.settings import SimSettings
 from gateway.sim.sglang import Sglang
@@ -20,7 +21,11 @@ CONTROL = "/_sim"
 
 
 class App:
-    """Reads a request, meets its fault, answers; `state.engine` is the engine."""
+    """Reads a request, meets its fault, answers; `state.engine` is the engine.
+
+    /_sim is no engine's: GET tells the counters, POST with fields of a `Fault` and maybe `route` and `times`
+    adds a rule, DELETE drops all rules; POST {"paused": true} holds the batch until {"paused": false}.
+    """
 
     def __init__(self, settings: SimSettings) -> None:
         self.engine = Engine(settings)
@@ -89,7 +94,7 @@ class App:
             self.crash()
             await connection.gone()
             return
-        await Sender(connection, fault).send(reply)
+        await Sender(connection, fault, self._id_header(ask)).send(reply)
 
     async def _reply(self, ask: Ask) -> Reply | Stream:
         status = ask.fault.health_status if ask.path in PROBES else ask.fault.status
@@ -117,6 +122,12 @@ class App:
             allowed = ", ".join(method for method, path in self._routes if path == ask.path)
             return answer({"detail": "Method Not Allowed"}, 405, (("allow", allowed),))
         return None
+
+    def _id_header(self, ask: Ask) -> Headers:
+        settings = self.engine.settings
+        if settings.engine == "sglang" or not settings.request_id_headers:
+            return ()
+        return (("x-request-id", ask.header("x-request-id") or fresh()),)
 
     def crash(self) -> None:
         """Ends as a process that was killed: every open connection is reset, no later one is answered."""

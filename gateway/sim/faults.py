@@ -32,6 +32,7 @@ class Fault:
     abort_after_tokens        the engine ends the sample: 200, finish_reason "abort", what there is
     chunk_split               splits each write, inside a character of several bytes where there is one
     coalesce                  sends finish, usage and [DONE] in one write
+    comments                  sends a comment line before each token, as an engine's keep-alive does
     gzip                      compresses the answer
     extra_headers             adds these headers to the answer
     unseeded_42               a request without a seed runs with seed 42
@@ -52,6 +53,7 @@ class Fault:
     abort_after_tokens: int | None = None
     chunk_split: bool = False
     coalesce: bool = False
+    comments: bool = False
     gzip: bool = False
     extra_headers: tuple[tuple[str, str], ...] = ()
     unseeded_42: bool = False

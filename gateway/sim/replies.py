@@ -17,6 +17,7 @@ Headers = tuple[tuple[str, str], ...]
 _SPLIT_SECONDS = 0.002
 # A reset takes from the client what it has not read yet.
 _BEFORE_RESET_SECONDS = 0.02
+_COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
@@ -73,9 +74,10 @@ def named(name: str, value: object, *, tokens: int = 0, tail: bool = False) -> E
 class Sender:
     """Sends one answer with the fault that its request met."""
 
-    def __init__(self, connection: Connection, fault: Fault) -> None:
+    def __init__(self, connection: Connection, fault: Fault, headers: Headers = ()) -> None:
         self._connection = connection
         self._fault = fault
+        self._headers = (*headers, *fault.extra_headers)
         self._squeeze = zlib.compressobj(wbits=31) if fault.gzip else None
 
     async def send(self, reply: Reply | Stream) -> None:
@@ -112,8 +114,8 @@ class Sender:
             if event.tokens and sent == self._fault.error_event_after_tokens:
                 await self._write(stream.broken)
                 break
-            if event.tokens and self._fault.delay_token:
-                await asyncio.sleep(self._fault.delay_token)
+            if event.tokens:
+                await self._before_token()
             sent += event.tokens
             if event.tail and self._fault.coalesce:
                 held += event.data
@@ -122,6 +124,12 @@ class Sender:
         if self._squeeze is not None:
             held = self._squeeze.compress(held) + self._squeeze.flush()
         await self._write(held, last=True)
+
+    async def _before_token(self) -> None:
+        if self._fault.delay_token:
+            await asyncio.sleep(self._fault.delay_token)
+        if self._fault.comments:
+            await self._event(_COMMENT)
 
     async def _event(self, payload: bytes) -> None:
         if self._squeeze is not None:
@@ -165,10 +173,7 @@ class Sender:
 
     async def _head(self, status: int, headers: Headers) -> None:
         compressed = (("content-encoding", "gzip"),) if self._fault.gzip else ()
-        pairs = [
-            (name.encode(), value.encode())
-            for name, value in (*headers, *compressed, *self._fault.extra_headers)
-        ]
+        pairs = [(name.encode(), value.encode()) for name, value in (*headers, *compressed, *self._headers)]
         await self._connection.send({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def _write(self, payload: bytes, *, last: bool = False) -> None:

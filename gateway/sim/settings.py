@@ -27,6 +27,7 @@ class SimSettings:
     priority_scheduling        honours `priority` (vLLM: lower first, SGLang: higher first)
     dev_mode                   vLLM: serves /server_info and /reset_prefix_cache
     scale_out                  vLLM: serves /inference/v1/generate
+    request_id_headers         vLLM: answers carry X-Request-Id, the request's or a new one
     health_seconds             SGLang: least time of /health, which generates a token
     keep_alive_seconds         idle connections are closed after this
     weight_version             told where the engine tells it
@@ -49,6 +50,7 @@ class SimSettings:
     priority_scheduling: bool = False
     dev_mode: bool = False
     scale_out: bool = False
+    request_id_headers: bool = False
     health_seconds: float = 1.0
     keep_alive_seconds: int = 5
     weight_version: str = "default"

@@ -332,6 +332,18 @@ def test_headers_can_be_added() -> None:
     asyncio.run(main())
 
 
+def test_comments_can_stand_between_the_tokens() -> None:
+    async def main() -> None:
+        async with serving("vllm") as (server, client):
+            intact = await read(client)
+            server.engine.faults.add(comments=True)
+            got = await read(client)
+            assert got.count(b": keep-alive\n\n") == 6
+            assert texts(got) == texts(intact)
+
+    asyncio.run(main())
+
+
 def test_probes_can_be_slow_or_fail() -> None:
     async def main() -> None:
         async with serving("vllm") as (server, client):

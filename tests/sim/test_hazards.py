@@ -110,6 +110,16 @@ def test_ids_come_from_the_header_at_vllm_and_may_be_in_use() -> None:
     asyncio.run(main())
 
 
+def test_vllm_tells_the_request_id_in_a_header_only_where_that_was_switched_on() -> None:
+    async def main() -> None:
+        for switched in (True, False):
+            async with serving("vllm", request_id_headers=switched) as (_, client):
+                answer = await client.get("/health", headers={"X-Request-Id": "abc"})
+                assert answer.headers.get("x-request-id") == ("abc" if switched else None)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("engine", "path", "guarded"),
     [
