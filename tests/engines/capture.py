@@ -10,6 +10,7 @@ the server's own description) only the fields that the gateway reads are kept.
 import argparse
 import json
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,10 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Ask:
-    """One request to make: a JSON body, or text that is sent as it is; `keep` shortens the answer's body."""
+    """One request to make: a JSON body, or text that is sent as it is.
+
+    `keep` shortens the answer's body. With `abort` the request's `rid` is aborted while it runs (SGLang).
+    """
 
     name: str
     path: str
@@ -37,6 +41,7 @@ class Ask:
     method: str = "POST"
     headers: tuple[tuple[str, str], ...] = ()
     keep: Callable[[bytes], bytes] = bytes
+    abort: bool = False
 
 
 def metric_lines(*prefixes: str) -> Callable[[bytes], bytes]:
@@ -76,6 +81,8 @@ WEATHER = {
     "type": "function",
     "function": {
         "name": "weather",
+        # Else vLLM lets the arguments be any JSON value.
+        "strict": True,
         "description": "Tells the weather",
         "parameters": {
             "type": "object",
@@ -127,6 +134,8 @@ COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 GENERATE = "/generate"
+ABORT = "/abort_request"
+ABORT_SECONDS = 0.15
 TWO = ["The sky is", "Water is"]
 TALK = [*HI, {"role": "assistant", "content": "hi"}]
 
@@ -140,7 +149,8 @@ def openai_asks() -> Iterator[Ask]:
     yield Ask("chat-n2-stream", CHAT, chat(n=2, **USAGE))
     yield Ask("chat-logprobs", CHAT, chat(logprobs=True, top_logprobs=2))
     yield Ask("chat-logprobs-stream", CHAT, chat(logprobs=True, top_logprobs=2, **USAGE))
-    tools = chat(max_tokens=80, tools=[WEATHER], tool_choice="required")
+    # With this seed neither engine's noise runs on after the call.
+    tools = chat(max_tokens=80, seed=1, tools=[WEATHER], tool_choice="required")
     yield Ask("chat-tools", CHAT, tools)
     yield Ask("chat-tools-stream", CHAT, tools | USAGE)
     yield Ask("chat-stop", CHAT, chat(max_tokens=200, stop=["e"]))
@@ -279,8 +289,14 @@ def sglang_asks() -> Iterator[Ask]:
     yield Ask("chat-token-ids", CHAT, chat(return_token_ids=True))
     yield Ask("chat-meta-info", CHAT, chat(return_meta_info=True))
     yield from sglang_native()
+    endless = chat(max_tokens=1500, ignore_eos=True)
+    yield Ask("abort", CHAT, endless | {"rid": "abort-1"}, abort=True)
+    yield Ask("abort-stream", CHAT, endless | {"rid": "abort-2", "stream": True}, abort=True)
+    silent = native("The sky is", sampling_seed=11, max_new_tokens=1500, ignore_eos=True)
+    yield Ask("abort-native", GENERATE, silent | {"rid": "abort-3"}, abort=True)
+    yield Ask("abort-native-stream", GENERATE, silent | {"rid": "abort-4", "stream": True}, abort=True)
     yield Ask("tokenize-v1", "/v1/tokenize", {"model": "tiny-llm", "prompt": "The sky is"})
-    yield Ask("abort-unknown", "/abort_request", {"rid": "nobody"})
+    yield Ask("abort-unknown", ABORT, {"rid": "nobody"})
     yield Ask("ready", "/ready", method="GET")
     yield Ask("model-info", "/model_info", method="GET")
     info = json_fields(
@@ -342,6 +358,12 @@ def sglang_reward_asks() -> Iterator[Ask]:
     yield Ask("error-classify-json", "/classify", '{"text": ')
 
 
+SGLANG_OPTIONS = (
+    *servers.SGLANG.options,
+    # A tool parser that constrains by plain JSON schema: the tiny tokenizer has no special tokens for tools.
+    *("--tool-call-parser", "mimo", "--grammar-backend", "llguidance"),
+    "--constrained-json-disable-any-whitespace",
+)
 SERVERS: dict[str, dict[str, tuple[Spec, Callable[[], Iterator[Ask]]]]] = {
     "vllm": {
         "generate": (
@@ -360,7 +382,7 @@ SERVERS: dict[str, dict[str, tuple[Spec, Callable[[], Iterator[Ask]]]]] = {
         "embed": (Spec("vllm", "tiny-llm", ("--runner", "pooling", "--convert", "embed")), embedding_asks),
     },
     "sglang": {
-        "generate": (Spec("sglang", options=("--enable-metrics",), deterministic=True), sglang_asks),
+        "generate": (Spec("sglang", options=SGLANG_OPTIONS, deterministic=True), sglang_asks),
         "reward": (servers.SGLANG_REWARD, sglang_reward_asks),
         "embed": (Spec("sglang", "tiny-llm", servers.SGLANG_REWARD.options), embedding_asks),
     },
@@ -370,6 +392,8 @@ SERVERS: dict[str, dict[str, tuple[Spec, Callable[[], Iterator[Ask]]]]] = {
 def record(engine: str, server: str, url: str, ask: Ask) -> captures.Capture:
     """Send one request and keep its answer. Raises `ValueError` where the answer is too long to keep."""
     content = ask.body if isinstance(ask.body, str) else json.dumps(ask.body).encode()
+    if ask.abort and isinstance(ask.body, dict):
+        threading.Timer(ABORT_SECONDS, httpx.post, (url + ABORT,), {"json": {"rid": ask.body["rid"]}}).start()
     answer = httpx.request(
         ask.method,
         url + ask.path,

@@ -58,10 +58,10 @@ def own_seed(prompt: int, sample: int) -> int:
 async def rollout(
     base_urls: Sequence[str], model: str, seed: Callable[[int, int], int] | None = None, run: str = "0"
 ) -> list[Answer]:
-    """All calls of one run, ordered by prompt and sample. Raises the SDK's errors: nothing is retried."""
+    """All calls of one run, ordered by prompt and sample. Raises the SDK's errors, after its own retries."""
     turns = count()
     places = asyncio.Semaphore(CONCURRENCY)
-    async with AsyncOpenAI(base_url=base_urls[0], api_key="none", max_retries=0, timeout=300) as client:
+    async with AsyncOpenAI(base_url=base_urls[0], api_key="none", timeout=300) as client:
 
         async def call(prompt: int, sample: int) -> Answer:
             async with places:

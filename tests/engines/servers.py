@@ -50,7 +50,7 @@ class Spec:
 
 VLLM = Spec("vllm", options=("--enable-request-id-headers",))
 VLLM_REWARD = Spec("vllm", "tiny-rm", ("--runner", "pooling", "--no-enable-prefix-caching"))
-SGLANG = Spec("sglang", deterministic=True)
+SGLANG = Spec("sglang", options=("--enable-metrics",), deterministic=True)
 SGLANG_REWARD = Spec("sglang", "tiny-rm", ("--is-embedding", "--disable-radix-cache"))
 # By engine and whether the model generates.
 KINDS = {
