@@ -94,5 +94,3 @@ class Gateway:
 def new_run() -> str:
     """A name for a run that was given none. It enters no decision."""
     return f"run-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
-
-

@@ -14,8 +14,12 @@ from gateway.serve import Server
 from gateway.settings import Settings
 from gateway.settings.sources import merged
 from gateway.sim import SimServer, SimSettings
+from gateway.tasks import start
 
 POLICY, REWARD = "sim-model", "sim-reward"
+
+_POLICY = SimSettings(engine="vllm", model=POLICY)
+_REWARD = SimSettings(engine="vllm", role="reward", model=REWARD)
 
 WELCOME = """
 detgate runs on {url}, run {run}, in front of three simulated replicas: nothing here is a real model.
@@ -41,20 +45,20 @@ def run(flags: Mapping[str, Any]) -> None:
 async def _serve(flags: Mapping[str, Any]) -> None:
     async with AsyncExitStack() as stack:
         urls = []
-        for role, model in (("generate", POLICY), ("generate", POLICY), ("reward", REWARD)):
-            server = SimServer(SimSettings(engine="vllm", role=role, model=model))
-            urls.append((await stack.enter_async_context(server)).url)
-        settings = Settings.load(None, os.environ, merged(_pools(urls), flags))
+        for replica in (_POLICY, _POLICY, _REWARD):
+            urls.append((await stack.enter_async_context(SimServer(replica))).url)
+        settings = Settings.load(None, os.environ, merged(_pools(urls), dict(flags)))
         configure(settings.log)
         gateway = Gateway(settings)
         server = Server(gateway)
 
-        def welcome(gateway: Gateway) -> None:
+        async def welcome() -> None:
+            await gateway.health.probed.wait()
             url = f"http://{settings.host}:{server.port}"
             print(WELCOME.format(url=url, run=gateway.run, policy=POLICY, reward=REWARD), flush=True)
 
         async with gateway.running():
-            await server.listen(welcome)
+            await server.listen(lambda _: start(welcome(), "welcome"))
 
 
 def _pools(urls: list[str]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Replica:
         self.changed = asyncio.Event()
         self.down_since = 0.0
         address = self.connections.address
-        head = [f"host: {address.authority}\r\n".encode()]
+        head = [f"host: {address.authority}\r\naccept-encoding: identity\r\n".encode()]
         if pool.api_key is not None:
             head.append(f"authorization: Bearer {pool.api_key.get_secret_value()}\r\n".encode())
         if settings.dp_rank is not None:
@@ -83,6 +83,7 @@ class Pool:
         self.replicas = {
             replica.name: Replica(replica, settings, everything.timeouts.connect) for replica in settings.replicas
         }
+        self.facts = Facts()
         self.lane: Lane | None = None
         queue = everything.limits.queue
         if settings.lane.limit is not None and settings.lane.scope == "pool":
@@ -101,13 +102,13 @@ class Pool:
         """Whether a request goes to its home or nowhere."""
         return self.routing.slack == math.inf and self.routing.on_home_down != "next"
 
-    @property
-    def facts(self) -> Facts:
-        """What is known of the replicas together; where they differ or one is unknown, the dangerous value."""
+    def learn(self) -> None:
+        """Put together what is known of the replicas; where they differ or one is unknown, the dangerous value."""
         told = [replica.facts for replica in self.replicas.values()]
         if len(told) == 1:
-            return told[0]
-        return Facts(
+            self.facts = told[0]
+            return
+        self.facts = Facts(
             deterministic=_all([facts.deterministic for facts in told], dangerous=True),
             is_generation=_all([facts.is_generation for facts in told], dangerous=False),
             default_min_p=max((facts.default_min_p or 0.0 for facts in told), default=None),
@@ -190,6 +191,8 @@ class Fleet:
     def learnt(self) -> None:
         """A replica said which models it serves."""
         self._found.clear()
+        for pool in self:
+            pool.learn()
 
     def _find(self, route: str, model: str | None, named: str | None) -> tuple[Pool, Handling]:
         fitting = [pool for pool in self if (handling := pool.engine.ROUTES.get(route)) and _fits(pool, handling)]

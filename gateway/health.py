@@ -26,6 +26,8 @@ class Health:
         self._fleet = fleet
         self._settings = settings.health
         self._vitals: dict[str, Vitals] = {}
+        self.probed = asyncio.Event()
+        """Every replica was probed once."""
 
     async def run(self) -> None:
         """Probe for ever."""
@@ -51,7 +53,10 @@ class Health:
         state = vitals.probed(outcome)
         if state == "up" and replica.models is None:
             await self._introduce(http, pool, replica)
-        if replica.mark(state, reason):
+        changed = replica.mark(state, reason)
+        if not self.probed.is_set() and all(each.state != "unknown" for each in self._fleet.replicas):
+            self.probed.set()
+        if changed:
             log.info("replica", pool=pool.name, replica=replica.name, state=state, reason=reason)
 
     async def _ask(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> tuple[Outcome, str]:
@@ -62,7 +67,7 @@ class Health:
         except httpx.ConnectError as error:
             return "refused", f"no connection: {error}"
         except httpx.HTTPError as error:
-            return "bad", f"{pool.engine.PROBE} broke off: {error or type(error).__name__}"
+            return "bad", f"{pool.engine.PROBE} broke off: {str(error) or type(error).__name__}"
         if answer.is_success:
             return "ok", "answers its probe"
         return "bad", f"{pool.engine.PROBE} answers {answer.status_code}"

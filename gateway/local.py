@@ -98,4 +98,3 @@ def _told(pool: Pool) -> list[dict[str, Any]]:
         by_name.get(name, {"id": name, "object": "model", "created": 0, "owned_by": "detgate"})
         for name in pool.settings.models
     ]
-

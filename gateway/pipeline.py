@@ -16,7 +16,7 @@ import structlog
 
 from gateway import orders, schemes
 from gateway.answers import Answer, Asking, Client, relay
-from gateway.core import canonical, digits, fields, guarantee, identity, plan, shapes
+from gateway.core import canonical, fields, guarantee, identity, plan, shapes
 from gateway.core.document import Document, DuplicateField, Malformed
 from gateway.core.errors import Busy, CallerFault, Fault, StoreFault, UpstreamFault, WrongMethod
 from gateway.core.indexing import Ask, Claim, Kind
@@ -196,9 +196,7 @@ class Pipeline:
             order = "content"
         content = Once(lambda: canonical.content(document, asked.route))
         bound = caller.number is not None or caller.key is not None
-        work.scope = ScopeKey(
-            asked.run, caller.session, orders.ORDERS[order].effective(caller.identity, content)
-        )
+        work.scope = ScopeKey(asked.run, caller.session, orders.ORDERS[order].effective(caller.identity, content))
         ask = Ask(
             cast(Kind, order),
             canonical.raw(asked.route, document.raw),
@@ -247,10 +245,10 @@ class Pipeline:
             route=asked.route,
             method=request.method,
             target=asked.route + query,
-            headers=fields.upstream(request.headers, request.fields.get(b"connection")),
+            headers=fields.upstream(request.headers),
             request_id=request_id,
             key=key,
-            rank=(0, decided.index, digits.natural(decided.identity)),
+            place=(decided.index, decided.identity),
             client_id=_client_id(asked.document),
             flags=self._flags(work, asked),
         )
@@ -349,7 +347,9 @@ class Pipeline:
 
     # --- 8. record: the index is settled, the ledger told, the numbers counted.
     def _open_record(self, work: Work, asked: Asked, decided: plan.Plan) -> None:
-        assert work.claim is not None and work.scope is not None and work.ask is not None
+        assert work.claim is not None
+        assert work.scope is not None
+        assert work.ask is not None
         caller = asked.caller
         self.ledger.opened(
             {
@@ -400,7 +400,8 @@ class Pipeline:
         )  # fmt: skip
 
     def _close_record(self, work: Work, used: bool, now: float) -> None:
-        assert work.scope is not None and work.plan is not None
+        assert work.scope is not None
+        assert work.plan is not None
         answer, job = work.answer, work.job
         observed = answer.observed
         try:

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.core import ids, routing
+from gateway.core.digits import natural
 from gateway.core.document import Set
 from gateway.core.errors import Busy, UpstreamFault, UpstreamTimeout
 from gateway.core.fields import is_stream
 from gateway.core.plan import seed_edits
 from gateway.core.types import Call, Handling
 from gateway.fleet import Fleet, Pool, Replica
-from gateway.lanes import Lane, Rank
+from gateway.lanes import Lane
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from gateway.upstream import Broken, Exchange
@@ -40,7 +41,8 @@ class Job:
     request_id: str
     key: str
     """What routing hashes."""
-    rank: Rank = (0, 0, ())
+    place: tuple[int, str] = (0, "")
+    """Index and identity: the canonical order among those who wait in a lane."""
     client_id: str | None = None
     """The id that the client gave the request in its body: an abort may name it."""
     flags: list[str] = field(default_factory=list)
@@ -200,7 +202,8 @@ class Dispatcher:
         if not lane.enter_now():
             loop = asyncio.get_running_loop()
             since = loop.time()
-            await lane.enter(job.rank)
+            index, identity = job.place
+            await lane.enter((0, index, natural(identity)))
             waited = loop.time() - since
             job.lane_wait += waited
             self._telemetry.lane_wait.observe(waited, job.pool.name)
@@ -231,9 +234,7 @@ class Dispatcher:
             await exchange.finished()
         return True
 
-    def _go_on(
-        self, job: Job, replica: Replica, error: Broken, broke: int, attempts: int, avoid: set[str]
-    ) -> None:
+    def _go_on(self, job: Job, replica: Replica, error: Broken, broke: int, attempts: int, avoid: set[str]) -> None:
         """Raise if a broken call is not sent again."""
         if broke >= 2:
             raise UpstreamFault(

@@ -22,7 +22,7 @@ from gateway.tasks import start
 log = structlog.get_logger("detgate")
 
 
-def run(settings: Settings, ready: Callable[[Gateway], None] | None = None) -> None:
+def run(settings: Settings, ready: Callable[[Gateway], object] | None = None) -> None:
     """Serve until SIGTERM or CTRL-C. `ready` is called once the socket listens."""
     configure(settings.log)
     for line in settings.warnings():
@@ -32,7 +32,7 @@ def run(settings: Settings, ready: Callable[[Gateway], None] | None = None) -> N
         runner.run(serve(settings, ready))
 
 
-async def serve(settings: Settings, ready: Callable[[Gateway], None] | None = None) -> None:
+async def serve(settings: Settings, ready: Callable[[Gateway], object] | None = None) -> None:
     """As `run`, inside a loop."""
     gateway = Gateway(settings)
     server = Server(gateway)
@@ -64,9 +64,9 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(timeouts.drain) + 5,
             )
         )
-        self._ready: Callable[[Gateway], None] | None = None
+        self._ready: Callable[[Gateway], object] | None = None
 
-    async def listen(self, ready: Callable[[Gateway], None] | None = None) -> None:
+    async def listen(self, ready: Callable[[Gateway], object] | None = None) -> None:
         """Serve until told to stop."""
         self._ready = ready
         watch = start(self._watch(), "connections")

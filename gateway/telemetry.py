@@ -110,9 +110,7 @@ class Telemetry:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def gauge(
-        self, name: str, help: str, labels: Labels, read: Callable[[], Iterable[tuple[Labels, float]]]
-    ) -> None:
+    def gauge(self, name: str, help: str, labels: Labels, read: Callable[[], Iterable[tuple[Labels, float]]]) -> None:
         """Add a gauge whose values are read at each scrape."""
         self.gauges.append(Gauge(name, help, labels, read))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +20,14 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from gateway.core import fields
 from gateway.core.types import Headers
 
 HEAD_BYTES = 65536
 """Bound of a replica's response head, in bytes of names and values."""
+
+_ANY_HEADER = 32
+"""Makes zlib take its own header or gzip's."""
 
 Phase = Literal["connect", "send", "body"]
 
@@ -175,8 +180,10 @@ class Connection(asyncio.Protocol):
         self._headers: Headers = []
         self._head_bytes = 0
         self._body: list[bytes] = []
+        self._inflater: zlib._Decompress | None = None
         self._ended = False
         self._until_close = False
+        self._reusable = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -213,7 +220,7 @@ class Connection(asyncio.Protocol):
             self.exchange = None
             exchange.complete = True
             exchange._connection = None
-            if self._parser.should_keep_alive() and not self._until_close:
+            if self._reusable:
                 self.pool.keep(self)
             else:
                 self.close()
@@ -258,15 +265,29 @@ class Connection(asyncio.Protocol):
             return
         names = {name for name, _ in headers}
         self._until_close = not (b"content-length" in names or b"transfer-encoding" in names or status in (204, 304))
+        self._reusable = self._parser.should_keep_alive() and not self._until_close
+        self._inflater = None
+        if b"content-encoding" in names:
+            headers = self._decoding(headers)
         self.exchange.headers = headers
         self.exchange.status = status
 
     def on_body(self, data: bytes) -> None:
-        self._body.append(data)
+        self._body.append(data if self._inflater is None else self._inflater.decompress(data))
 
     def on_message_complete(self) -> None:
+        if self._inflater is not None and not self._inflater.eof:
+            raise ValueError("the compressed body is cut short")
         if self.exchange is not None and self.exchange.status:
             self._ended = True
+
+
+    def _decoding(self, headers: Headers) -> Headers:
+        """A compressed answer, although none was asked for, is unpacked here: it is read on its way."""
+        if fields.find(headers, b"content-encoding") not in (b"gzip", b"x-gzip", b"deflate"):
+            return headers
+        self._inflater = zlib.decompressobj(zlib.MAX_WBITS | _ANY_HEADER)
+        return [field for field in headers if field[0] != b"content-encoding"]
 
 
 class Connections:

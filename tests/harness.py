@@ -78,9 +78,7 @@ class Gate:
 
     def idle(self) -> bool:
         """No client is connected and nothing is on its way to a replica."""
-        return not self.server.server_state.connections and not any(
-            each.load for each in self.gateway.fleet.replicas
-        )
+        return not self.server.server_state.connections and not any(each.load for each in self.gateway.fleet.replicas)
 
     async def gauge(self, name: str, **labels: str) -> float:
         """The value of a series, as /metrics shows it."""

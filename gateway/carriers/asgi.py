@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from gateway.core.errors import Fault, TooLarge
 from gateway.core.shapes import error_body, error_headers
 from gateway.core.types import Headers, Request
+from gateway.routes import api_of
 from gateway.tasks import start, stop
 
 Message = MutableMapping[str, Any]
@@ -108,14 +109,14 @@ class DataPlane:
         self._rest = rest
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._plane.owns(scope["path"]):
+        if scope["type"] != "http" or not self._plane.owns(_path(scope)):
             await self._rest(scope, receive, send)
             return
         try:
             body = await self._body(receive)
         except Fault as fault:
             client = Client()
-            client.reply(fault.status, error_headers(fault), error_body(fault, "openai"))
+            client.reply(fault.status, error_headers(fault), error_body(fault, api_of(_path(scope))))
             await client.pump(send)
             return
         if body is None:
@@ -160,8 +161,12 @@ async def _left(receive: Receive) -> None:
 
 def _request(scope: Any, body: bytes) -> Request:
     headers: Headers = [(name.lower(), value) for name, value in scope["headers"]]
+    query = scope.get("query_string", b"").decode("latin-1")
+    return Request(scope["method"], _path(scope), query, headers, dict(headers), body)
+
+
+def _path(scope: Any) -> str:
+    """The path as it was sent: decoded, an encoded slash in a session id would part it."""
     raw = scope.get("raw_path")
-    path = raw.split(b"?")[0].decode("latin-1") if raw else scope["path"]
-    return Request(
-        scope["method"], path, scope.get("query_string", b"").decode("latin-1"), headers, dict(headers), body
-    )
+    path: str = raw.split(b"?")[0].decode("latin-1") if raw else scope["path"]
+    return path

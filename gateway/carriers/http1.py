@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from gateway.core.errors import CallerFault, Fault, TooLarge, TooSlow
 from gateway.core.shapes import error_body, error_headers
 from gateway.core.types import Headers, Request
+from gateway.routes import api_of
 
 LINGER_SECONDS = 10.0
 """How long the rest of a refused body is read and dropped, so that the client can read why."""
@@ -252,7 +253,7 @@ class Carrier(HttpToolsProtocol):
             self._deaf = True
 
     def on_body(self, body: bytes) -> None:
-        client = self.cycle
+        client: Any = self.cycle
         if type(client) is not Client:
             super().on_body(body)
             return
@@ -270,7 +271,7 @@ class Carrier(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._phase = IDLE
         self._since = self.loop.time()
-        client = self.cycle
+        client: Any = self.cycle
         if type(client) is not Client:
             super().on_message_complete()
             return
@@ -342,7 +343,7 @@ class Carrier(HttpToolsProtocol):
         fault = client.refusal
         assert fault is not None
         client.keep_alive = False
-        client.reply(fault.status, error_headers(fault), error_body(fault, "openai"))
+        client.reply(fault.status, error_headers(fault), error_body(fault, api_of(client.request.path)))
 
     def _refuse_head(self, fault: Fault) -> None:
         """Nothing on this connection can be trusted any more: an answer under way ends, then it closes."""
@@ -369,7 +370,7 @@ class Carrier(HttpToolsProtocol):
             if waited > plane.head_seconds:
                 self._refuse_head(TooSlow("The request's head did not arrive in time.", code="head_timeout"))
         elif self._phase == BODY:
-            client = self.cycle
+            client: Any = self.cycle
             if type(client) is not Client:
                 return
             if client.response_complete:
@@ -382,7 +383,8 @@ class Carrier(HttpToolsProtocol):
             self.transport.close()
 
     def _busy_with_asgi(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        cycle: Any = self.cycle
+        return cycle is not None and not cycle.response_complete
 
     # --- writing
     def pause_writing(self) -> None:

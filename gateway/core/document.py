@@ -111,6 +111,13 @@ class Document:
         self._outlined: bytes | None = None
         self._escapes: bool | None = None
 
+    @classmethod
+    def opaque(cls, raw: bytes) -> Document:
+        """A body that is passed on unread: `value` is empty, and it takes no edits."""
+        document = cls(b"{}")
+        document.raw = raw
+        return document
+
     def check_unique(self, names: Iterable[str | tuple[str, str]]) -> None:
         """Raise `DuplicateField` if one of these fields stands more than once in its object.
 

@@ -35,7 +35,7 @@ class CallerFault(Fault):
     status = 400
     type = "invalid_request_error"
     code = "invalid_request"
-    retry = False
+    retry: ClassVar[bool | None] = False
 
 
 class Unauthorized(CallerFault):
@@ -85,7 +85,7 @@ class TooLarge(CallerFault):
 class TooSlow(CallerFault):
     status = 408
     code = "request_timeout"
-    retry = None
+    retry: ClassVar[bool | None] = None
 
 
 class Busy(Fault):

@@ -39,12 +39,12 @@ _NOT_UPSTREAM = HOP_BY_HOP | {
 _NOT_DOWNSTREAM = HOP_BY_HOP | {b"server", b"date", b"content-length", b"x-request-id"}
 
 
-def upstream(headers: Headers, connection: bytes | None) -> bytes:
+def upstream(headers: Headers) -> bytes:
     """The client's fields that a replica gets, as lines. Never its keys, its cookies or what was meant for the gateway.
 
     `accept-encoding` stays here too: the gateway reads the answers.
     """
-    dropped = _NOT_UPSTREAM if connection is None else _NOT_UPSTREAM | _named(connection)
+    dropped = _with_named(_NOT_UPSTREAM, headers)
     return b"".join(
         [
             b"%b: %b\r\n" % (name, value)
@@ -56,10 +56,7 @@ def upstream(headers: Headers, connection: bytes | None) -> bytes:
 
 def downstream(headers: Headers) -> Headers:
     """The replica's fields that the client gets. Length and framing belong to the carrier."""
-    dropped = _NOT_DOWNSTREAM
-    for name, value in headers:
-        if name == b"connection":
-            dropped = dropped | _named(value)
+    dropped = _with_named(_NOT_DOWNSTREAM, headers)
     return [field for field in headers if field[0] not in dropped]
 
 
@@ -73,5 +70,9 @@ def find(headers: Headers, name: bytes) -> bytes | None:
     return next((value for key, value in headers if key == name), None)
 
 
-def _named(connection: bytes) -> frozenset[bytes]:
-    return frozenset(token.strip().lower() for token in connection.split(b",")) - {b"keep-alive", b"close"}
+def _with_named(dropped: frozenset[bytes], headers: Headers) -> frozenset[bytes]:
+    """`dropped`, and the fields that any line of Connection names."""
+    for name, value in headers:
+        if name == b"connection" and value != b"keep-alive":
+            dropped = dropped | {token.strip().lower() for token in value.split(b",")}
+    return dropped

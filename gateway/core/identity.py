@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from gateway.core.errors import CallerFault
@@ -22,17 +22,15 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _DIGITS = re.compile(r"[0-9]{1,10}")
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
-    """A request path taken apart: the carriers in front, and the route behind them."""
+class Location(NamedTuple):
+    """A request path taken apart: the carriers in front, as they stand there, and the route behind them."""
 
     route: str
     run: str | None = None
     session: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(NamedTuple):
     """Who asks, as the request says it. Frozen: it goes into the ledger."""
 
     run: str | None
@@ -43,7 +41,8 @@ class Caller:
     order: str
     number: int | None = None
     key: str | None = None
-    repeat: bool = False
+    repeat: int = 0
+    """Which retry this is; 0: the first sending."""
     member: int | None = None
     random_session: bool = False
     """The session id holds a random id and no identity was given: seeds will differ in every run."""
@@ -58,23 +57,18 @@ def locate(path: str) -> Location:
     match = _PREFIX.fullmatch(path)
     if match is None:
         return Location(path)
-    run, session = match["run"], match["session"]
-    return Location(
-        match["route"],
-        None if run is None else _text(unquote_to_bytes(run), "run"),
-        None if session is None else _text(unquote_to_bytes(session), "session id"),
-    )
+    return Location(match["route"], match["run"], match["session"])
 
 
 def identify(location: Location, headers: dict[bytes, bytes], default_order: str) -> Caller:
     """Read who asks. `headers` has names in lower case. Raises `CallerFault` for what cannot be read."""
     get = headers.get
-    run = location.run
+    run = None if location.run is None else _text(unquote_to_bytes(location.run), "run")
     if (value := get(b"x-detgate-run")) is not None:
         run = _text(value, "X-Detgate-Run")
     if run is not None and _RUN.fullmatch(run) is None:
         raise _refuse("X-Detgate-Run", "1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit")
-    session = location.session
+    session = None if location.session is None else _text(unquote_to_bytes(location.session), "session id")
     if session is None and (value := get(b"x-session-id")) is not None:
         session = _text(value, "X-Session-ID")
     identity = None
@@ -104,7 +98,7 @@ def identify(location: Location, headers: dict[bytes, bytes], default_order: str
         order=_order(get(b"x-index-order"), number, named, default_order),
         number=number,
         key=key,
-        repeat=get(b"x-stainless-retry-count", b"0") not in (b"0", b""),
+        repeat=_retry(get(b"x-stainless-retry-count")),
         member=member,
         random_session=identity is None and session is not None and random_like(session),
     )
@@ -138,7 +132,11 @@ def _integer(value: bytes, name: str) -> int:
     return int(text)
 
 
+def _retry(value: bytes | None) -> int:
+    """The retry's number. What is no number says that it is a retry all the same."""
+    text = (value or b"0").decode("latin-1").strip()
+    return int(text) if _DIGITS.fullmatch(text) else 1
+
+
 def _refuse(name: str, wanted: str) -> CallerFault:
     return CallerFault(f"{name} must be {wanted}.", code="invalid_header", param=name)
-
-

@@ -6,8 +6,7 @@ No clock, no load and no socket enters here, so a recorded request can be planne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from gateway.core import fanout, ids, seeds
 from gateway.core.document import Document, Edit, Remove, Set
@@ -23,8 +22,7 @@ class Scheme(Protocol):
     def seed(self, master: int, identity: str, index: int, member: int | None) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(NamedTuple):
     """What the client asked of the seed, read from the body before an index is taken."""
 
     seed: int | None = None
@@ -33,12 +31,11 @@ class Wish:
     """Seeds of single prompts, where the sampling params come as a list with one for each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """The decision. Everything that the client, the engine and the ledger are told follows from it."""
 
     identity: str
-    index: int
+    index: int  # type: ignore[assignment]  # tuple has a method of this name
     seed: int | None
     seed_source: SeedSource
     request_id: str
@@ -60,8 +57,8 @@ def read_wish(handling: Handling, document: Document) -> Wish:
         if seed is not None and given != seed:
             raise _refused(path, f"{'.'.join(where)} and {'.'.join(path)} hold different seeds. Send one.")
         seed, where = given, path
-    if seed is not None and seed + samples - 1 > seeds.LARGEST:
-        raise _refused(where, f"{'.'.join(where)}: seed + n - 1 must not be above {seeds.LARGEST}.")
+    if seed is not None and seed + samples - 1 > seeds.LARGEST_CLIENT:
+        raise _refused(where, f"{'.'.join(where)}: seed + n - 1 must not be above {seeds.LARGEST_CLIENT}.")
     return Wish(seed, samples, each if any(given is not None for given in each) else ())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from gateway.core.document import Document, Edit
 
@@ -66,8 +66,7 @@ class Handling:
     methods: tuple[str, ...] = ("POST",)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One call to the engine: a whole request, or one child of a fan-out."""
 
     sample: int

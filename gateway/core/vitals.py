@@ -1,6 +1,6 @@
 """When a replica counts as up: a rule over the outcomes of probes, without a clock.
 
-One refused connection is proof that no server listens. Anything else may be a busy server, so it takes several in a row.
+One refused connection is proof that no server listens. Anything else may be a busy server: it takes several in a row.
 """
 
 from __future__ import annotations
