@@ -46,9 +46,7 @@ def _begin(ask: Ask, dialect: Dialect, prompts: list[list[int]]) -> tuple[str, R
     return begin(ask, dialect, "chatcmpl", prompts, budget=budget, top_logprobs=top)
 
 
-async def _whole(
-    ask: Ask, dialect: Dialect, id: str, run: Run, tool: Tool | None, prompts: list[list[int]]
-) -> Reply:
+async def _whole(ask: Ask, dialect: Dialect, id: str, run: Run, tool: Tool | None, prompts: list[list[int]]) -> Reply:
     answers = await run.answers()
     choices = [
         {

@@ -38,9 +38,7 @@ async def completions(ask: Ask, dialect: Dialect) -> Reply | Stream:
     return answer({**dialect.head(ask, id, _KIND), "choices": choices, **tail})
 
 
-async def _events(
-    ask: Ask, dialect: Dialect, id: str, run: Run, prompts: list[list[int]]
-) -> AsyncIterator[Event]:
+async def _events(ask: Ask, dialect: Dialect, id: str, run: Run, prompts: list[list[int]]) -> AsyncIterator[Event]:
     ids = dialect.chunk_ids(id, [job.id for job in run.generations])
     completion = ended = 0
     begun: set[int] = set()
@@ -86,9 +84,7 @@ def _logprobs(fields: Fields, dialect: Dialect, pieces: list[Piece], prompt: lis
     first = bool(prompt) and fields.flag("echo")
     return {
         "text_offset": offsets,
-        "token_logprobs": [
-            None if first and not place else piece.logprob for place, piece in enumerate(told)
-        ],
+        "token_logprobs": [None if first and not place else piece.logprob for place, piece in enumerate(told)],
         "tokens": [_name(piece) for piece in told],
         "top_logprobs": [
             None

@@ -53,7 +53,7 @@ class Connection:
             pass
 
     def reset(self) -> None:
-        """Resets the connection (RST); what the client has not read yet may be lost to it.
+        """Resets the connection (RST), behind what was written before.
 
         ConnectionResetError: there is no socket, the application runs without a server.
         """

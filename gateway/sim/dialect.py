@@ -95,9 +95,7 @@ class Dialect(ABC):
         """The last members of a completion chunk's choice; `prompt` on a choice's first."""
 
     @abstractmethod
-    def chunk_tail(
-        self, ask: Ask, *, chat: bool, prompt: list[int] | None = None, last: bool = False
-    ) -> Object:
+    def chunk_tail(self, ask: Ask, *, chat: bool, prompt: list[int] | None = None, last: bool = False) -> Object:
         """The members of a chunk that come after its choices; `prompt` on a chat choice's opening chunk."""
 
     @property

@@ -44,9 +44,7 @@ class Fields:
         """The member as it is; null and absent are the same."""
         return self.members.get(name)
 
-    def integer(
-        self, name: str, default: int | None = None, low: int = -INT64, high: int = INT64 - 1
-    ) -> int | None:
+    def integer(self, name: str, default: int | None = None, low: int = -INT64, high: int = INT64 - 1) -> int | None:
         """An integer within the bounds; "7", 7.0 and true are taken for one."""
         value = self.get(name)
         if value is None:

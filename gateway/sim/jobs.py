@@ -134,12 +134,7 @@ class Generation(Job):
     def _held(self) -> int:
         """How many characters at the end may be the beginning of a stop string."""
         return max(
-            (
-                size
-                for stop in self.sampling.stop
-                for size in range(1, len(stop))
-                if self._text.endswith(stop[:size])
-            ),
+            (size for stop in self.sampling.stop for size in range(1, len(stop)) if self._text.endswith(stop[:size])),
             default=0,
         )
 
@@ -163,9 +158,7 @@ class Scoring(Job):
 
     width: int = 1
     due: float = 0.0
-    done: asyncio.Future[list[float]] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    done: asyncio.Future[list[float]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
     def logit(self) -> float:

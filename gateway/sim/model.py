@@ -118,7 +118,7 @@ def states(tokens: Sequence[int]) -> list[int]:
     found = []
     state = 0
     for token in tokens:
-        state = mix(state, token)
+        state = advance(state, token)
         found.append(state)
     return found
 

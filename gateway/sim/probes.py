@@ -125,21 +125,13 @@ async def metrics(ask: Ask, dialect: Dialect) -> Reply:
     settings, engine = ask.settings, ask.engine
     running, waiting = len(engine.running), len(engine.waiting)
     if settings.engine == "sglang":
-        labels = (
-            f'engine_type="unified",model_name="{settings.model}",moe_ep_rank="0",pp_rank="0",tp_rank="0"'
-        )
+        labels = f'engine_type="unified",model_name="{settings.model}",moe_ep_rank="0",pp_rank="0",tp_rank="0"'
         text = _gauge("sglang:num_running_reqs", "The number of running requests.", labels, running)
-        text += _gauge(
-            "sglang:num_queue_reqs", "The number of requests in the waiting queue.", labels, waiting
-        )
+        text += _gauge("sglang:num_queue_reqs", "The number of requests in the waiting queue.", labels, waiting)
     else:
         labels = f'engine="0",model_name="{settings.model}"'
-        text = _gauge(
-            "vllm:num_requests_running", "Number of requests in model execution batches.", labels, running
-        )
-        text += _gauge(
-            "vllm:num_requests_waiting", "Number of requests waiting to be processed.", labels, waiting
-        )
+        text = _gauge("vllm:num_requests_running", "Number of requests in model execution batches.", labels, running)
+        text += _gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.", labels, waiting)
         config = f'block_size="{BLOCKS["vllm"]}",enable_prefix_caching="{settings.prefix_cache}",engine="0"'
         text += _gauge("vllm:cache_config_info", "Information of the LLMEngine CacheConfig", config, 1)
     return Reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")

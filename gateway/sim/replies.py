@@ -15,8 +15,6 @@ from gateway.sim.faults import Fault
 Headers = tuple[tuple[str, str], ...]
 
 _SPLIT_SECONDS = 0.002
-# A reset takes from the client what it has not read yet.
-_BEFORE_RESET_SECONDS = 0.02
 _COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -91,9 +89,7 @@ class Sender:
         headers = ((("content-type", reply.content_type),) if reply.body else ()) + reply.headers
         if self._breaks_at(self._first_break()):
             clean = self._fault.close_after_tokens is not None
-            await self._head(
-                reply.status, headers if clean else (*headers, ("content-length", str(len(body))))
-            )
+            await self._head(reply.status, headers if clean else (*headers, ("content-length", str(len(body)))))
             await self._write(body[: len(body) // 2])
             await self._break()
             return
@@ -162,7 +158,6 @@ class Sender:
     async def _break(self) -> None:
         fault = self._fault
         if fault.reset_after_tokens is not None:
-            await asyncio.sleep(_BEFORE_RESET_SECONDS)
             self._connection.reset()
         elif fault.cut_after_tokens is not None:
             self._connection.cut()

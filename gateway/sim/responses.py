@@ -16,9 +16,7 @@ async def responses(ask: Ask, dialect: Dialect) -> Reply | Stream:
     """One response, after the stored one that `previous_response_id` names."""
     _check(ask)
     listed = _conversation(ask)
-    fields = Fields(
-        {**ask.fields.members, "messages": listed, "max_tokens": ask.fields.get("max_output_tokens")}
-    )
+    fields = Fields({**ask.fields.members, "messages": listed, "max_tokens": ask.fields.get("max_output_tokens")})
     prompt = chat_prompt(fields, ask.settings.max_model_len)
     tool = forced_tool(fields)
     seeded = ask.settings.engine == "vllm"

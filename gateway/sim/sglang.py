@@ -113,9 +113,7 @@ class Sglang(Dialect):
     def text_chunk_ending(self, ask: Ask, piece: Piece, prompt: list[int] | None) -> Object:
         return self.chat_chunk_ending(ask, piece)
 
-    def chunk_tail(
-        self, ask: Ask, *, chat: bool, prompt: list[int] | None = None, last: bool = False
-    ) -> Object:
+    def chunk_tail(self, ask: Ask, *, chat: bool, prompt: list[int] | None = None, last: bool = False) -> Object:
         return {} if chat else {"usage": None}
 
     def chosen_logprobs(self, piece: Piece) -> list[tuple[int, float]]:
@@ -145,9 +143,7 @@ def job_ids(ask: Ask, count: int, listed: bool) -> list[str]:
     rid = ask.fields.get("rid")
     if rid is None:
         return [fresh() for _ in range(count)]
-    given = (
-        rid if isinstance(rid, list) else [f"{rid}_{place}" for place in range(count)] if listed else [rid]
-    )
+    given = rid if isinstance(rid, list) else [f"{rid}_{place}" for place in range(count)] if listed else [rid]
     if len(given) != count:
         raise Refused(400, "The rids provided must be as many as the inputs")
     return [free_id(ask, one) for one in given]

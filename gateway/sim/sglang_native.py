@@ -105,9 +105,7 @@ def _logprobs(fields: Fields, pieces: list[Piece]) -> Object:
     told: Object = {"input_token_logprobs": []}
     told["output_token_logprobs"] = [[piece.logprob, piece.token, None] for piece in known]
     if fields.integer("top_logprobs_num", 0):
-        told["output_top_logprobs"] = [
-            [[logprob, token, None] for token, logprob in piece.top] for piece in known
-        ]
+        told["output_top_logprobs"] = [[[logprob, token, None] for token, logprob in piece.top] for piece in known]
     told["output_token_logprobs_length"] = len(known)
     return told
 

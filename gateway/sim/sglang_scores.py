@@ -31,9 +31,7 @@ async def classify_v1(ask: Ask, dialect: Sglang) -> Reply:
     texts = _read(ask, ask.fields.get("input"))
     id = dialect.request_id(ask, "classify")
     await score(ask, numbered(id, len(texts)), texts)
-    items = [
-        {"index": place, "label": "LABEL_0", "probs": [1.0], "num_classes": 1} for place in range(len(texts))
-    ]
+    items = [{"index": place, "label": "LABEL_0", "probs": [1.0], "num_classes": 1} for place in range(len(texts))]
     head = {**dialect.head(ask, f"classify-{fresh()}", "list"), "model": ask.settings.model}
     return answer({**head, "data": items, "usage": _usage(dialect, texts)})
 

@@ -117,9 +117,7 @@ class Vllm(Dialect):
             "token_ids": _wanted_ids(ask, _token(piece)),
         }
 
-    def chunk_tail(
-        self, ask: Ask, *, chat: bool, prompt: list[int] | None = None, last: bool = False
-    ) -> Object:
+    def chunk_tail(self, ask: Ask, *, chat: bool, prompt: list[int] | None = None, last: bool = False) -> Object:
         tail: Object = {}
         if prompt is not None:
             tail = {"prompt_token_ids": _wanted_ids(ask, prompt), "prompt_text": None}
@@ -159,9 +157,7 @@ def error_body(path: str, refused: Refused) -> Object:
     kind = _TYPES.get(refused.status, "BadRequestError" if refused.status < 500 else "InternalServerError")
     if path.startswith("/v1/messages"):
         return {"type": "error", "error": {"type": kind, "message": refused.message}}
-    return {
-        "error": {"message": refused.message, "type": kind, "param": refused.param, "code": refused.status}
-    }
+    return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": refused.status}}
 
 
 def _wanted_ids(ask: Ask, tokens: list[int]) -> list[int] | None:

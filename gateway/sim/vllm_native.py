@@ -69,9 +69,7 @@ async def _events(ask: Ask, id: str, run: Run) -> AsyncIterator[Event]:
     yield Event(DONE, tail=True)
 
 
-def _choice(
-    ask: Ask, place: int, tokens: list[int], reason: str | None, stop: int | str | None, drawn: int
-) -> Object:
+def _choice(ask: Ask, place: int, tokens: list[int], reason: str | None, stop: int | str | None, drawn: int) -> Object:
     version = {"version": ask.settings.weight_version, "start": 0, "end": drawn}
     choice: Object = {"index": place, "finish_reason": reason, "stop_reason": stop, "token_ids": tokens}
     choice |= {"routed_experts": None, "sampling_mask": None}

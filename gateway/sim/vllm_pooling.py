@@ -33,9 +33,7 @@ async def classify(ask: Ask, dialect: Vllm) -> Reply:
 async def pooling(ask: Ask, dialect: Vllm) -> Reply:
     """The pooled vector of each text: here the one probability."""
     id, jobs = await _scored(ask, dialect, "pooling", _inputs(ask))
-    items = [
-        {"index": place, "object": "pooling", "data": [sigmoid(job.logit)]} for place, job in enumerate(jobs)
-    ]
+    items = [{"index": place, "object": "pooling", "data": [sigmoid(job.logit)]} for place, job in enumerate(jobs)]
     return _listed(ask, dialect, id, jobs, items)
 
 
@@ -56,9 +54,7 @@ async def scores(ask: Ask, dialect: Vllm) -> Reply:
     left = _first(ask.fields, "text_1", "queries", "data_1")
     right = _first(ask.fields, "text_2", "documents", "items", "data_2")
     id, jobs = await _scored(ask, dialect, "score", pairs(left, right, lambda value: _read(ask, value)))
-    items = [
-        {"index": place, "object": "score", "score": sigmoid(job.logit)} for place, job in enumerate(jobs)
-    ]
+    items = [{"index": place, "object": "score", "score": sigmoid(job.logit)} for place, job in enumerate(jobs)]
     return _listed(ask, dialect, id, jobs, items)
 
 

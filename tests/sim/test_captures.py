@@ -97,10 +97,7 @@ def test_answers_like_the_real_engine(name: str) -> None:
     capture = captures.load(*name.split("/"))
     answer = asyncio.run(ask(capture))
     assert answer.status_code == capture.status
-    assert (
-        answer.headers.get("content-type", "").split(";")[0]
-        == capture.headers.get("content-type", "").split(";")[0]
-    )
+    assert answer.headers.get("content-type", "").split(";")[0] == capture.headers.get("content-type", "").split(";")[0]
     if capture.streamed:
         assert frames(answer.content) == frames(capture.body)
     elif capture.status >= 400:
@@ -121,9 +118,7 @@ def parts(whole: dict[str, Any], some: dict[str, Any]) -> bool:
     """Whether the common members have the same shape, and there are some."""
     common = whole.keys() & some.keys()
     same = all(
-        parts(whole[name], some[name])
-        if isinstance(some[name], dict)
-        else isinstance(whole[name], type(some[name]))
+        parts(whole[name], some[name]) if isinstance(some[name], dict) else isinstance(whole[name], type(some[name]))
         for name in common
     )
     return bool(common) and same

@@ -45,9 +45,7 @@ def test_requests_share_the_batch_up_to_its_size_and_wait_beyond() -> None:
 
 @pytest.mark.parametrize(("engine", "order"), [("vllm", [1, 2, 3]), ("sglang", [3, 2, 1])])
 @pytest.mark.parametrize("honoured", [True, False])
-def test_priority_is_honoured_only_where_it_was_switched_on(
-    engine: str, order: list[int], honoured: bool
-) -> None:
+def test_priority_is_honoured_only_where_it_was_switched_on(engine: str, order: list[int], honoured: bool) -> None:
     async def main() -> None:
         async with serving(engine, max_num_seqs=1, priority_scheduling=honoured) as (server, client):
             ended: list[int] = []

@@ -13,6 +13,7 @@ from tests.sim.serving import serving
 
 STREAM = {"prompt": "a", "max_tokens": 6, "seed": 1, "ignore_eos": True, "stream": True}
 WHOLE = {**STREAM, "stream": False}
+SHORT = httpx.Timeout(10, read=0.4)
 ROUTES = {
     "/v1/completions": STREAM,
     "/v1/chat/completions": {**STREAM, "messages": [{"role": "user", "content": "a"}]},
@@ -36,7 +37,7 @@ async def read_broken(client: httpx.AsyncClient, body: dict[str, Any] = STREAM) 
 
 
 async def gather(parts: list[bytes], client: httpx.AsyncClient, body: dict[str, Any]) -> None:
-    async with client.stream("POST", "/v1/completions", json=body, timeout=0.5) as answer:
+    async with client.stream("POST", "/v1/completions", json=body, timeout=SHORT) as answer:
         async for part in answer.aiter_raw():
             parts.append(part)
 
@@ -130,7 +131,7 @@ def test_a_hanging_engine_answers_probes_and_notices_that_the_client_left() -> N
         async with serving("vllm") as (server, client):
             server.engine.faults.add(hang=True)
             with pytest.raises(httpx.ReadTimeout):
-                await client.post("/v1/completions", json=WHOLE, timeout=0.1)
+                await client.post("/v1/completions", json=WHOLE, timeout=SHORT)
             assert (await client.get("/health")).status_code == 200
             assert server.engine.counters.disconnects == 1
 

@@ -11,9 +11,7 @@ PROMPT = model.encode("Tell me")
 
 def generated(sampling: Sampling, *, budget: int = 60, seed: int = 1, company: int = 0) -> list[Piece]:
     feed: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-    job = Generation(
-        id="a", tokens=PROMPT, sampling=sampling, noise=hashed_noise(seed), budget=budget, feed=feed
-    )
+    job = Generation(id="a", tokens=PROMPT, sampling=sampling, noise=hashed_noise(seed), budget=budget, feed=feed)
     while not job.ended:
         job.step(company)
     return [feed.get_nowait()[1] for _ in range(feed.qsize())]
@@ -40,9 +38,7 @@ def test_a_budget_ends_by_length() -> None:
 
 
 def test_the_end_token_ends_without_text_and_not_before_min_tokens() -> None:
-    ended = [
-        pieces for seed in range(40) if reason(pieces := generated(Sampling(), seed=seed)) == ("stop", None)
-    ]
+    ended = [pieces for seed in range(40) if reason(pieces := generated(Sampling(), seed=seed)) == ("stop", None)]
     assert ended
     assert all(pieces[-1].token == model.END and pieces[-1].text == "" for pieces in ended)
     assert min(map(len, ended)) < 30

@@ -1,6 +1,7 @@
 """Seeds as the real engines treat them, route by route."""
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -136,6 +137,18 @@ def test_sglang_clones_n_and_equal_prompts() -> None:
             assert len(set(await chat(client, seed=7, n=4))) == 1
             assert len(set(await complete(client, ["Say hi", "Say hi"], seed=7))) == 1
             assert len(set(await generate(client, parameters={"sampling_seed": 7, "n": 3}))) == 1
+
+    asyncio.run(main())
+
+
+def test_clones_have_ids_of_their_own() -> None:
+    async def main() -> None:
+        async with serving("sglang") as (_, client):
+            body = {"messages": HI, "n": 2, "max_tokens": 3, "stream": True, "rid": "abc"}
+            told = (await client.post("/v1/chat/completions", json=body)).text.split("\n\n")
+            chunks = [json.loads(event[6:]) for event in told if event.startswith("data: {")]
+            ids = {choice["index"]: chunk["id"] for chunk in chunks for choice in chunk["choices"]}
+            assert len({*ids.values(), "abc"}) == 3
 
     asyncio.run(main())
 
