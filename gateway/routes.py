@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from gateway import engines
+from gateway.core import identity
 from gateway.core.types import Api
 
 API_OF: dict[str, Api] = {
-    route: handling.api
-    for name in engines.names()
-    for route, handling in engines.load(name).ROUTES.items()
+    route: handling.api for name in engines.names() for route, handling in engines.load(name).ROUTES.items()
 }
 """Whose shape errors have, by route."""
 
@@ -33,6 +32,11 @@ READ_FIELDS: tuple[str | tuple[str, str], ...] = (
     "messages",
 )
 """Body fields that the gateway reads, which must therefore stand once."""
+
+
+def api_of(path: str) -> Api:
+    """Whose shape errors have on a request path."""
+    return API_OF.get(identity.locate(path).route, "openai")
 
 
 def is_data_plane(route: str) -> bool:

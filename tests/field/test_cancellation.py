@@ -76,9 +76,7 @@ async def test_a_client_that_leaves_ends_the_work(route: Route, carrier: Carrier
 
 @both_carriers
 @over(SAMPLING)
-async def test_a_client_that_leaves_before_the_first_byte_of_a_stream(
-    route: Route, carrier: CarrierName
-) -> None:
+async def test_a_client_that_leaves_before_the_first_byte_of_a_stream(route: Route, carrier: CarrierName) -> None:
     """The replica has sent its head and no byte; it sees the close all the same (litellm#31499)."""
     async with held(route, carrier, Reply.sse) as (script, gate):
         async with Wire(gate.port) as wire:
@@ -175,8 +173,7 @@ async def test_aborted_calls_leave_no_trace_in_the_choice_of_replicas(carrier: C
 
         async def picks(run: str) -> list[str]:
             answers = [
-                await gate.http.post(f"/runs/{run}/sessions/s{n}{CHAT.path}", json=CHAT.body())
-                for n in range(20)
+                await gate.http.post(f"/runs/{run}/sessions/s{n}{CHAT.path}", json=CHAT.body()) for n in range(20)
             ]
             return [answer.headers["x-detgate-replica"] for answer in answers]
 
