@@ -95,9 +95,7 @@ def test_any_bytes_are_read_or_refused(raw: bytes) -> None:
 
 
 @given(bodies, paths, st.booleans())
-def test_a_literal_is_the_text_of_the_value_that_counts(
-    body: Object, path: tuple[str, ...], scan: bool
-) -> None:
+def test_a_literal_is_the_text_of_the_value_that_counts(body: Object, path: tuple[str, ...], scan: bool) -> None:
     document = Document(body.render().encode())
     if scan:
         document._places = dict.fromkeys(NAMES)
@@ -202,6 +200,11 @@ def test_duplicates_are_found_however_the_body_is_written(body: Object) -> None:
         (b'{"a": 1 , "x": 2 }', Remove(("x",)), b'{"a": 1 }'),
         (b'{"a":1,"x":2,"b":3}', Remove(("x",)), b'{"a":1,"b":3}'),
         (b'{"x":1,"a":1,"x":2}', Remove(("x",)), b'{"a":1}'),
+        (
+            b'{"a":["\\\\"],"b":"\\\\\\"","x":"\\\\","c":"\\\\"}',
+            Remove(("x",)),
+            b'{"a":["\\\\"],"b":"\\\\\\"","c":"\\\\"}',
+        ),
         (b'{"p":1}', Remove(("p", "x")), b'{"p":1}'),
         (b'{"p":1}', Rename(("p", "x"), "y"), b'{"p":1}'),
     ],
@@ -244,6 +247,10 @@ def test_edits_are_made_at_once_and_new_fields_stand_in_their_order() -> None:
 def test_edits_of_one_field_are_refused(edits: list[Edit]) -> None:
     with pytest.raises(ValueError, match=r"two edits|cannot be named"):
         Document(b'{"x": 1, "y": 2}').edited(edits)
+
+
+def test_a_new_field_needs_no_comma_where_all_others_go() -> None:
+    assert Document(b'{"x": 1}').edited([Set(("seed",), b"7"), Remove(("x",))]) == b'{"seed":7}'
 
 
 def test_a_new_name_may_take_the_place_of_a_removed_field() -> None:
@@ -335,9 +342,7 @@ def test_a_seed_is_read_digit_by_digit() -> None:
 
 
 @pytest.mark.parametrize("size", [7_000, 200_000, 2_000_000, 20_000_000])
-@pytest.mark.parametrize(
-    "fill", ["hello world ", '{"say": "hi\\n"}', "héllo 你好 "], ids=["plain", "escaped", "wide"]
-)
+@pytest.mark.parametrize("fill", ["hello world ", '{"say": "hi\\n"}', "héllo 你好 "], ids=["plain", "escaped", "wide"])
 def test_big_bodies_are_edited_like_small_ones(size: int, fill: str) -> None:
     content = json.dumps(fill * (size // len(fill)), ensure_ascii=False).encode()
     head = b'{"model": "m", "messages": [{"role": "user", "content": ' + content + b'}], "seed": '

@@ -58,12 +58,8 @@ def test_calls_with_neighbouring_seeds_share_no_sample() -> None:
 @pytest.mark.parametrize("collides", ["with the call's own", "with an earlier sample"])
 def test_a_collision_is_derived_again(collides: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = 2**32 + 77
-    answers = {
-        (b"1", b"0"): 5,
-        (b"2", b"0"): 77 if "own" in collides else 5,
-        (b"2", b"1"): 5,
-        (b"2", b"2"): 6,
-    }
+    first = 77 if "own" in collides else 5
+    answers = {(b"1", b"0"): 5, (b"2", b"0"): first, (b"2", b"1"): 5, (b"2", b"2"): 5, (b"2", b"3"): 6}
     monkeypatch.setattr(seeds, "derive", lambda tag, seed, sample, tries: answers[sample, tries])
     assert samples(own, 3) == [own, 5, 6]
 
@@ -98,6 +94,7 @@ def test_every_integer_in_range_is_itself(seed: int) -> None:
         "9" * 5_000,
         "-1",
         "-0",
+        "007",
         "-9223372036854775808",
         "1.0",
         "1.5",

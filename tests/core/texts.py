@@ -100,19 +100,20 @@ def _character(character: str, pick: Pick) -> str:
     return "".join(form.format(int.from_bytes(units[i : i + 2])) for i in range(0, len(units), 2))
 
 
+characters = st.one_of(st.sampled_from('ab"\\/{}[],:\n\u2028\ud800\udc00é😀'), st.characters())
+
 picks: st.SearchStrategy[Pick] = st.integers(0, 2**32).map(lambda seed: Random(seed).choice)
 
 
 @st.composite
 def strings(draw: Any) -> str:
-    characters = st.one_of(st.sampled_from('ab"\\/{}[],:\n\u2028\ud800\udc00é😀'), st.characters())
     text = draw(st.one_of(st.text(characters, max_size=12), st.sampled_from(NAMES)))
     return spelled(text, draw(picks))
 
 
 @st.composite
 def keys(draw: Any) -> str:
-    return spelled(draw(st.one_of(st.sampled_from(NAMES), st.text(max_size=3))), draw(picks))
+    return spelled(draw(st.one_of(st.sampled_from(NAMES), st.text(characters, max_size=3))), draw(picks))
 
 
 numbers = st.one_of(
