@@ -47,6 +47,8 @@ class Answer:
     """What came, for the record."""
 
     status: int = 0
+    observer: sse.Observer | None = None
+    """Watches a stream."""
     observed: sse.Observed | None = None
     first_byte_at: float = 0.0
     complete_at: float = 0.0
@@ -119,7 +121,7 @@ async def _whole(asking: Asking, sending: Sending) -> None:
 
 async def _stream(asking: Asking, sending: Sending) -> None:
     exchange, answer, client = sending.exchange, asking.answer, asking.client
-    observer = sse.Observer(asking.api, asking.handling.kind, asking.samples)
+    observer = answer.observer = sse.Observer(asking.api, asking.handling.kind, asking.samples)
     held = b""
     client.on_pause, client.on_resume = exchange.pause, exchange.resume
     client.start(exchange.status, asking.head(sending, exchange.headers))
@@ -200,7 +202,7 @@ class _Merger:
         self.sendings: dict[int, Sending] = {}
         self._bodies: list[bytes] = [b""] * len(asking.calls)
         self._stream: merge.StreamMerger | None = None
-        self._observer = sse.Observer(asking.api, asking.handling.kind, asking.samples)
+        self._observer = asking.answer.observer = sse.Observer(asking.api, asking.handling.kind, asking.samples)
 
     async def run(self, dispatcher: Dispatcher, position: int, call: Call) -> None:
         """Send one call and take its answer in. Raises what makes the request fail."""
@@ -291,9 +293,15 @@ def _break(asking: Asking, message: str) -> None:
     fault = UpstreamFault(message)
     if not asking.client.started:
         raise fault
-    asking.answer.error = message
-    asking.client.write(b"\n\n" + shapes.stream_error(fault, asking.api))
-    asking.client.break_off()
+    break_stream(asking.client, asking.answer, fault, asking.api)
+
+
+def break_stream(client: Client, answer: Answer, fault: Fault, api: Api) -> None:
+    """Tell of a fault in the stream that has begun, in its API's shape, and leave it without a clean end."""
+    answer.error = fault.message
+    sequence = answer.observer.sequence if answer.observer is not None else 0
+    client.write(b"\n\n" + shapes.stream_error(fault, api, sequence))
+    client.break_off()
 
 
 def _answered(status: int, observed: sse.Observed | None) -> bool:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import structlog
 
 from gateway import orders, schemes
-from gateway.answers import Answer, Asking, Client, relay
+from gateway.answers import Answer, Asking, Client, break_stream, relay
 from gateway.core import canonical, fields, guarantee, identity, plan, shapes
 from gateway.core.document import Document, DuplicateField, Malformed
 from gateway.core.errors import Busy, CallerFault, Fault, StoreFault, UpstreamFault, WrongMethod
@@ -336,9 +336,7 @@ class Pipeline:
         if client.response_complete:
             return
         if client.started:
-            work.answer.error = fault.code
-            client.write(b"\n\n" + shapes.stream_error(fault, work.api, 0))
-            client.break_off()
+            break_stream(client, work.answer, fault, work.api)
             return
         headers = shapes.error_headers(fault)
         if work.asked is not None:
@@ -416,7 +414,7 @@ class Pipeline:
                     "used": used,
                     "racing": work.raced,
                     "status": answer.status or None,
-                    "error": answer.error or (work.fault.code if work.fault else None),
+                    "error": self._error(work),
                     "replica": job.replicas[-1] if job is not None and job.replicas else None,
                     "replicas": job.replicas if job is not None else [],
                     "attempt": job.attempts if job is not None else 0,

@@ -201,9 +201,11 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             self._break("the replica answered with a protocol switch")
         except httptools.HttpParserError as error:
-            self._break(f"the replica's answer is not valid HTTP: {error}")
-        else:
-            self._hand_over()
+            if not self._ended:
+                self._break(f"the replica's answer is not valid HTTP: {error}")
+                return
+            self._reusable = False
+        self._hand_over()
 
     def _hand_over(self) -> None:
         exchange = self.exchange
@@ -252,6 +254,10 @@ class Connection(asyncio.Protocol):
         self._break(reason, stale=exchange.reused and not exchange.status)
 
     # --- callbacks of the parser
+    def on_message_begin(self) -> None:
+        if self._ended:
+            raise ValueError("more than one answer")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > HEAD_BYTES:

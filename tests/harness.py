@@ -181,18 +181,26 @@ class Wire:
     async with Wire(gate.port) as wire:
         wire.post("/v1/chat/completions", chat(stream=True))
         status = await wire.head()
+
+    `receive_buffer`: bytes that the kernel takes in for a client that does not read.
     """
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, receive_buffer: int | None = None) -> None:
         self._port = port
+        self._receive_buffer = receive_buffer
         self.headers: list[tuple[str, str]] = []
         """Those of the last answer, names in lower case."""
 
     async def __aenter__(self) -> Self:
-        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._port)
+        sock = socket.socket()
+        if self._receive_buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._port))
+        self.reader, self.writer = await asyncio.open_connection(sock=sock)
         return self
 
     async def __aexit__(

@@ -274,6 +274,21 @@ async def test_long_bodies_arrive_whole_on_every_route(route: Route) -> None:
     assert route.without_own(await as_sent(route, body)) == body
 
 
+@pytest.mark.parametrize("junk", [b"0\r\n\r\n", b"HTTP/1.1 500 Late\r\ncontent-length: 3\r\n\r\nbad"])
+async def test_bytes_behind_an_answer_belong_to_nobody(junk: bytes) -> None:
+    """More than one answer in one read: the first counts, and the connection is not used again (bifrost#1613)."""
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        CHAT.reply(reply)
+        reply.writer.write(junk)
+
+    async with FakeWorker(script) as worker, gateway(CHAT.pool(worker.url)) as gate:
+        for _ in range(3):
+            answer = await gate.http.post(CHAT.path, json=CHAT.body())
+            assert (answer.status_code, answer.content) == (200, CHAT.answer)
+        assert len({seen.connection for seen in worker.seen}) == 3
+
+
 def assert_shape(route: Route, error: Any, kind: str) -> None:
     """An error in the shape that the route's SDKs read."""
     if route is MESSAGES:

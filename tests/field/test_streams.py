@@ -1,0 +1,326 @@
+"""Streams that break end as an error in their API's own shape; streams that do not break arrive whole."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from tests.field.routes import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    MESSAGES,
+    RESPONSES,
+    SAMPLING,
+    SGLANG_CHAT,
+    SGLANG_COMPLETIONS,
+    SGLANG_MESSAGES,
+    TOKENS,
+    Route,
+    both_carriers,
+    over,
+)
+from tests.harness import CarrierName, FakeWorker, Reply, Script, Seen, Wire, gateway
+
+
+def reset(reply: Reply) -> None:
+    """A TCP reset."""
+    reply.reset()
+
+
+def close(reply: Reply) -> None:
+    """The connection closes in mid-body."""
+    reply.close()
+
+
+def end(reply: Reply) -> None:
+    """The body ends as HTTP wants it, and the answer was not whole."""
+    reply.end()
+
+
+def done(reply: Reply) -> None:
+    """A [DONE] that lies, and a clean end."""
+    reply.chunk("data: [DONE]\n\n")
+    reply.end()
+
+
+def torn(reply: Reply) -> None:
+    """Half an event, then a clean end."""
+    reply.chunk('data: {"cho')
+    reply.end()
+
+
+BREAKS = (reset, close, end, done, torn)
+
+
+def breaking(route: Route, how: Callable[[Reply], None], got: asyncio.Event) -> Script:
+    """Two chunks, and when the client has them, the break."""
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        for event in route.events[:2]:
+            reply.chunk(event)
+        await got.wait()
+        how(reply)
+
+    return script
+
+
+def last_event(body: bytes) -> tuple[str | None, Any]:
+    """Name and data of the last event in a stream."""
+    event = body.decode().strip("\n").split("\n\n")[-1]
+    fields = dict(line.split(": ", 1) for line in event.split("\n"))
+    return fields.get("event"), json.loads(fields["data"])
+
+
+def assert_error(route: Route, name: str | None, data: Any) -> None:
+    """The last event tells of an error, in the shape of the route's API."""
+    if route in (MESSAGES, SGLANG_MESSAGES):
+        assert name == data["type"] == "error"
+        assert set(data["error"]) == {"type", "message"}
+        assert data["error"]["type"] == "api_error"
+    elif route is RESPONSES:
+        assert name == data["type"] == "error"
+        assert set(data) == {"type", "sequence_number", "code", "message", "param"}
+        assert data["sequence_number"] == 2
+    else:
+        assert name is None
+        assert set(data["error"]) == {"message", "type", "param", "code"}
+
+
+@both_carriers
+@pytest.mark.parametrize("how", BREAKS)
+@over((*SAMPLING, SGLANG_CHAT, SGLANG_MESSAGES))
+async def test_a_stream_that_breaks_never_ends_cleanly(
+    route: Route, how: Callable[[Reply], None], carrier: CarrierName
+) -> None:
+    """Two chunks, then a break of any kind: an error event, and a broken transfer (open-webui#29628)."""
+    got = asyncio.Event()
+    async with (
+        FakeWorker(breaking(route, how, got)) as worker,
+        gateway(route.pool(worker.url), carrier=carrier) as gate,
+        Wire(gate.port) as wire,
+    ):
+        wire.post(route.path, route.body(stream=True))
+        assert await wire.head() == 200
+        sent = b"".join(route.events[:2])
+        assert await wire.received(len(sent)) == sent
+        got.set()
+        assert_error(route, *last_event(await wire.broken_body()))
+        await gate.until(lambda: gate.records()[-1]["event"] == "closed")
+        assert gate.records()[-1]["outcome"] == "failed"
+        assert gate.records()[-1]["used"] is False
+
+
+@both_carriers
+@over((SGLANG_CHAT, SGLANG_COMPLETIONS, GENERATE))
+async def test_one_broken_sample_breaks_the_merged_stream(route: Route, carrier: CarrierName) -> None:
+    """Of two samples one breaks in mid-stream: an error event, no clean end, and the other is cancelled."""
+    first = asyncio.Event()
+    cancelled = asyncio.Event()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        reply.chunk(route.events[0])
+        reply.chunk(route.events[1])
+        if seen is not worker.seen[0]:
+            await reply.writer.drain()
+            await reply.gone()
+            cancelled.set()
+        await first.wait()
+        reply.reset()
+
+    fields = {"sampling_params": {"n": 2, "temperature": 1}} if route is GENERATE else {"n": 2, "temperature": 1}
+    async with (
+        FakeWorker(script) as worker,
+        gateway(route.pool(worker.url), carrier=carrier) as gate,
+        Wire(gate.port) as wire,
+    ):
+        wire.post(route.path, route.body(stream=True, **fields))
+        assert await wire.head() == 200
+        await wire.chunk()
+        await gate.until(lambda: len(worker.seen) == 2)
+        first.set()
+        assert_error(route, *last_event(await wire.broken_body()))
+        async with asyncio.timeout(1):
+            await cancelled.wait()
+
+
+async def ask_chat(client: openai.AsyncOpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "hi"}]
+    async for _ in await client.chat.completions.create(model="tiny-llm", messages=messages, stream=True):
+        pass
+
+
+async def ask_completions(client: openai.AsyncOpenAI) -> None:
+    async for _ in await client.completions.create(model="tiny-llm", prompt="hi", stream=True):
+        pass
+
+
+async def ask_responses(client: openai.AsyncOpenAI) -> None:
+    async for event in await client.responses.create(model="tiny-llm", input="hi", stream=True):
+        if event.type == "error":
+            raise openai.OpenAIError(event.message)
+
+
+@pytest.mark.parametrize(
+    ("route", "ask"), [(CHAT, ask_chat), (COMPLETIONS, ask_completions), (RESPONSES, ask_responses)], ids=str
+)
+async def test_the_openai_sdk_is_told_that_a_stream_broke(route: Route, ask: Any) -> None:
+    """The SDK, which takes any clean end for a whole answer, raises the gateway's message (litellm#32159)."""
+    got = asyncio.Event()
+    got.set()
+    async with FakeWorker(breaking(route, reset, got)) as worker, gateway(route.pool(worker.url)) as gate:
+        http = openai.DefaultAsyncHttpxClient(verify=False)
+        async with openai.AsyncOpenAI(base_url=f"{gate.url}/v1", api_key="k", max_retries=0, http_client=http) as sdk:
+            with pytest.raises(openai.OpenAIError, match="generate-0 broke in mid-stream"):
+                await ask(sdk)
+
+
+async def test_the_anthropic_sdk_is_told_that_a_stream_broke() -> None:
+    """The SDK raises the gateway's message (litellm#32159)."""
+    got = asyncio.Event()
+    got.set()
+    async with FakeWorker(breaking(MESSAGES, reset, got)) as worker, gateway(MESSAGES.pool(worker.url)) as gate:
+        http = anthropic.DefaultAsyncHttpxClient(verify=False)
+        async with anthropic.AsyncAnthropic(base_url=gate.url, api_key="k", max_retries=0, http_client=http) as sdk:
+            stream = await sdk.messages.create(
+                model="tiny-llm", max_tokens=5, messages=[{"role": "user", "content": "hi"}], stream=True
+            )
+            with pytest.raises(anthropic.APIStatusError, match="generate-0 broke in mid-stream"):
+                async for _ in stream:
+                    pass
+
+
+OPENAI_ERROR = b'data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}}\n\n'
+ERRORS = {
+    CHAT: OPENAI_ERROR + b"data: [DONE]\n\n",
+    COMPLETIONS: OPENAI_ERROR + b"data: [DONE]\n\n",
+    TOKENS: OPENAI_ERROR,
+    GENERATE: b'data: {"error": {"message": "EngineCore died"}}\n\ndata: [DONE]\n\n',
+    MESSAGES: b'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"EngineCore died"}}\n\n',
+    RESPONSES: (
+        b'event: error\ndata: {"type":"error","code":"server_error","message":"EngineCore died","param":null,'
+        b'"sequence_number":2}\n\n'
+    ),
+}
+
+
+@both_carriers
+@over(tuple(ERRORS))
+async def test_an_engine_that_tells_of_its_error_is_passed_on(route: Route, carrier: CarrierName) -> None:
+    """An error event in mid-stream passes unchanged, and is recorded as a failure (bifrost#5040)."""
+    stream = b"".join(route.events[:2]) + ERRORS[route]
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        reply.chunk(stream)
+        reply.end()
+
+    async with FakeWorker(script) as worker, gateway(route.pool(worker.url), carrier=carrier) as gate:
+        answer = await gate.http.post(route.path, json=route.body(stream=True))
+        assert answer.content == stream
+        await gate.until(lambda: gate.records()[-1]["event"] == "closed")
+        record = gate.records()[-1]
+        assert (record["outcome"], record["used"]) == ("failed", False)
+        assert record["error"] == "EngineCore died"
+
+
+def call(index: int, **fields: Any) -> bytes:
+    """A piece of a tool call in a chat stream."""
+    tool = {"index": index, **fields}
+    return f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'tool_calls': [tool]}}]})}\n\n".encode()
+
+
+def block(index: int, piece: str) -> bytes:
+    """A piece of a tool's input in an Anthropic stream."""
+    delta = {"type": "input_json_delta", "partial_json": piece}
+    event = {"type": "content_block_delta", "index": index, "delta": delta}
+    return f"event: content_block_delta\ndata: {json.dumps(event)}\n\n".encode()
+
+
+ARGUMENTS = ('{"ci', 'ty": "Ber', 'lin"}'), ('{"zo', 'ne": "C', 'ET"}')
+TOOLS = {
+    CHAT: [
+        *(call(i, id=f"call_{i}", function={"name": f"f{i}", "arguments": ""}) for i in range(2)),
+        *(call(i, function={"arguments": ARGUMENTS[i][k]}) for k in range(3) for i in range(2)),
+    ],
+    MESSAGES: [block(i, ARGUMENTS[i][k]) for k in range(3) for i in range(2)],
+}
+
+
+@both_carriers
+@over(tuple(TOOLS))
+async def test_interleaved_tool_calls_are_not_touched(route: Route, carrier: CarrierName) -> None:
+    """Two tool calls whose arguments come in turns, cut inside their JSON (litellm#37792)."""
+    events = [route.events[0], *TOOLS[route], *route.events[1:]]
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        for event in events:
+            reply.chunk(event[:12])
+            await reply.writer.drain()
+            reply.chunk(event[12:])
+        reply.end()
+
+    async with FakeWorker(script) as worker, gateway(route.pool(worker.url), carrier=carrier) as gate:
+        answer = await gate.http.post(route.path, json=route.body(stream=True))
+        assert answer.content == b"".join(events)
+        assert gate.records()[-1]["answer"] is not None
+
+
+@both_carriers
+@over(SAMPLING)
+async def test_a_long_stream_is_complete(route: Route, carrier: CarrierName) -> None:
+    """Many times 64 KB, and one event that is longer than that alone (production-stack#952)."""
+    events = [*route.events[:-1] * 500, b": " + b"x" * 300_000 + b"\n\n", *route.events[-1:]]
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        for event in events:
+            reply.chunk(event)
+            await reply.writer.drain()
+        reply.end()
+
+    async with FakeWorker(script) as worker, gateway(route.pool(worker.url), carrier=carrier) as gate:
+        answer = await gate.http.post(route.path, json=route.body(stream=True))
+        assert answer.content == b"".join(events)
+        assert gate.in_flight("generate-0") == 0
+
+
+@both_carriers
+async def test_a_slow_reader_holds_the_replica_back_and_gets_all(carrier: CarrierName) -> None:
+    """A client that reads later gets every byte, and the gateway keeps no copy of it all (production-stack#952)."""
+    piece = b": " + b"x" * 65_534 + b"\n\n"
+    pieces = 400
+    blocked = asyncio.Event()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        for _ in range(pieces):
+            reply.chunk(piece)
+            try:
+                await asyncio.wait_for(reply.writer.drain(), 0.2)
+            except TimeoutError:
+                blocked.set()
+                await reply.writer.drain()
+        for event in CHAT.events:
+            reply.chunk(event)
+        reply.end()
+
+    async with FakeWorker(script) as worker, gateway(CHAT.pool(worker.url), carrier=carrier) as gate:
+        async with Wire(gate.port, receive_buffer=4096) as wire:
+            wire.post(CHAT.path, CHAT.body(stream=True))
+            async with asyncio.timeout(5):
+                await blocked.wait()
+            assert await wire.head() == 200
+            size = 0
+            while chunk := await wire.chunk():
+                size += len(chunk)
+        assert size == pieces * len(piece) + len(b"".join(CHAT.events))
