@@ -163,6 +163,7 @@ async def _stream(asking: Asking, sending: Sending) -> None:
 
 async def _merged(dispatcher: Dispatcher, asking: Asking) -> None:
     """Several calls, one answer. If one fails for good, the others are cancelled and the request fails whole."""
+    dispatcher.reserve(asking.job, len(asking.calls))
     merger = _Merger(asking)
     failed: BaseException | None = None
     try:

@@ -16,6 +16,7 @@ from gateway.health import Health
 from gateway.ledger.writer import Ledger, LedgerFault
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
+from gateway.silence import Silence
 from gateway.stores.memory import MemoryStore
 from gateway.tasks import start, stop
 from gateway.telemetry import Telemetry
@@ -35,6 +36,7 @@ class Gateway:
         self.ledger = Ledger(settings.ledger.path, self.run, f"{os.getpid()}-{time.time_ns()}")
         self.pipeline = Pipeline(settings, self.run, self.fleet, MemoryStore(), self.ledger, self.telemetry)
         self.health = Health(settings, self.fleet)
+        self.silence = Silence(settings.timeouts, self.pipeline.dispatcher)
         self.head_bytes = settings.limits.head_bytes
         self.body_bytes = settings.limits.body_bytes
         self.head_seconds = settings.timeouts.head
@@ -54,7 +56,11 @@ class Gateway:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Probe and write while it serves; the ledger is whole afterwards."""
-        tasks = (start(self.health.run(), "health"), start(self._flush(), "ledger"))
+        tasks = (
+            start(self.health.run(), "health"),
+            start(self.silence.run(), "silence"),
+            start(self._flush(), "ledger"),
+        )
         try:
             yield
         finally:
@@ -81,9 +87,7 @@ class Gateway:
             return (((replica.pool, replica.name), float(replica.up)) for replica in self.fleet.replicas)
 
         def waiting() -> Iterable[tuple[tuple[str, ...], float]]:
-            for pool in self.fleet:
-                lanes = {pool.lane, *(replica.lane for replica in pool.replicas.values())}
-                yield (pool.name,), sum(lane.waiting for lane in lanes if lane is not None)
+            return (((pool.name,), pool.lanes.waiting) for pool in self.fleet)
 
         add = self.telemetry.gauge
         add("detgate_in_flight", "Requests on their way to a replica or in it.", replica_labels, loads)

@@ -4,41 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 from gateway import engines
 from gateway.core import routing
 from gateway.core.errors import Busy, CallerFault, ModelNotFound, NotFound
 from gateway.core.types import Facts, Handling
-from gateway.lanes import Lane
+from gateway.core.vitals import Outcome, State, Vitals
+from gateway.lanes import Lanes
 from gateway.settings import Pool as PoolSettings
 from gateway.settings import Replica as ReplicaSettings
 from gateway.settings import Settings
 from gateway.upstream import Connections
 
-State = Literal["unknown", "up", "down"]
+SESSIONS_KEPT = 100_000
+"""Sessions whose first replica is remembered, with `routing.key: session` and a finite slack."""
 
 
 class Replica:
     """One inference server. `load` is this gateway's own count of what is on its way to it and in it."""
 
-    def __init__(self, settings: ReplicaSettings, pool: PoolSettings, connect_seconds: float) -> None:
+    def __init__(self, settings: ReplicaSettings, pool: PoolSettings, everything: Settings) -> None:
         self.name = settings.name
         self.url = settings.url
         self.pool = pool.name
         self.load = 0
-        self.state: State = "unknown"
+        health = everything.health
+        self.vitals = Vitals(health.failures, health.successes, health.breaks)
         self.reason = "not probed yet"
         self.draining = False
         self.facts = Facts()
         self.models: list[dict[str, Any]] | None = None
-        self.connections = Connections(settings.url, connect_seconds=connect_seconds)
-        self.lane: Lane | None = None
+        self.connections = Connections(settings.url, connect_seconds=everything.timeouts.connect)
+        self.foreign = False
+        """Its own metrics tell of more requests than this gateway sent."""
         self.changed = asyncio.Event()
-        self.down_since = 0.0
         address = self.connections.address
-        head = [f"host: {address.authority}\r\naccept-encoding: identity\r\n".encode()]
+        head = [f"host: {address.authority}\r\n".encode()]
         if pool.api_key is not None:
             head.append(f"authorization: Bearer {pool.api_key.get_secret_value()}\r\n".encode())
         if settings.dp_rank is not None:
@@ -47,27 +51,45 @@ class Replica:
         """The headers that every request to this replica carries."""
 
     @property
+    def state(self) -> State:
+        return self.vitals.state
+
+    @property
     def up(self) -> bool:
-        return self.state == "up"
+        """Requests that belong here may be sent."""
+        return self.vitals.serves
 
     @property
     def usable(self) -> bool:
-        return self.state == "up" and not self.draining
+        return self.vitals.serves and not self.draining
 
-    def doubt(self, phase: str, reason: str) -> None:
-        """A sending broke. No connection at all means that the server is down; a break is its request's own affair."""
-        if phase == "connect":
-            self.mark("down", reason)
-
-    def mark(self, state: State, reason: str) -> bool:
-        """Note a state; True if it changed."""
-        self.reason = reason
-        if state == self.state:
+    def probed(self, outcome: Outcome, reason: str) -> bool:
+        """Note a probe; True if the state changed."""
+        before = self.vitals.state, self.vitals.serves
+        self.vitals.probed(outcome)
+        if not self.vitals.tripped:
+            self.reason = reason
+        if (self.vitals.state, self.vitals.serves) == before:
             return False
-        self.state = state
+        self.tell()
+        return before[0] != self.vitals.state
+
+    def served(self) -> None:
+        """A request was answered here."""
+        self.vitals.served()
+
+    def failed(self, phase: str, reason: str) -> None:
+        """A sending broke. No connection means that no server listens; breaks in a row open the breaker."""
+        if phase == "connect":
+            self.probed("refused", reason)
+        elif self.vitals.broke():
+            self.reason = f"{self.vitals.breaks} requests in a row broke on it; the last: {reason}"
+            self.tell()
+
+    def tell(self) -> None:
+        """Wake whoever waits for this replica to change."""
         self.changed.set()
         self.changed = asyncio.Event()
-        return True
 
 
 class Pool:
@@ -80,17 +102,14 @@ class Pool:
         self.engine = engines.load(settings.engine)
         self.routing = settings.routing
         self.declared = settings.deterministic == "declared"
-        self.replicas = {
-            replica.name: Replica(replica, settings, everything.timeouts.connect) for replica in settings.replicas
-        }
+        self._everything = everything
+        self.replicas: dict[str, Replica] = {}
+        for replica in settings.replicas:
+            self.add(replica)
         self.facts = Facts()
-        self.lane: Lane | None = None
-        queue = everything.limits.queue
-        if settings.lane.limit is not None and settings.lane.scope == "pool":
-            self.lane = Lane(settings.name, settings.lane.limit, queue)
-        elif settings.lane.limit is not None and settings.lane.scope == "replica":
-            for replica in self.replicas.values():
-                replica.lane = Lane(replica.name, settings.lane.limit, queue)
+        lane = settings.lane
+        self.lanes = Lanes(settings.name, lane.scope, lane.limit, everything.limits.queue)
+        self._firsts: OrderedDict[str, str] = OrderedDict()
 
     @property
     def stable(self) -> bool:
@@ -98,9 +117,24 @@ class Pool:
         return self.routing.slack == math.inf
 
     @property
+    def sticky(self) -> bool:
+        """Whether a session keeps the replica that it was first sent to."""
+        return self.routing.key == "session" and not self.stable
+
+    @property
     def fixed_home(self) -> bool:
         """Whether a request goes to its home or nowhere."""
         return self.routing.slack == math.inf and self.routing.on_home_down != "next"
+
+    @property
+    def contradicts(self) -> str | None:
+        """What the replicas say against determinism, so that strict must refuse; None where nothing is known."""
+        for replica in self.replicas.values():
+            if replica.facts.deterministic is False and self.role == "generate":
+                return f"{replica.name} says that it is not in deterministic mode"
+            if replica.facts.prefix_cache and self.role == "reward":
+                return f"{replica.name} has a prefix cache, so a warm score differs from a cold one"
+        return None
 
     def learn(self) -> None:
         """Put together what is known of the replicas; where they differ or one is unknown, the dangerous value."""
@@ -132,8 +166,18 @@ class Pool:
             for replica in self.replicas.values()
         )
 
-    def lane_of(self, replica: Replica) -> Lane | None:
-        return self.lane or replica.lane
+    def first(self, key: str) -> str | None:
+        """The replica that a session was first sent to."""
+        name = self._firsts.get(key)
+        if name is not None:
+            self._firsts.move_to_end(key)
+        return name
+
+    def keep_first(self, key: str, name: str) -> None:
+        """Note where a session was first sent to."""
+        self._firsts[key] = name
+        if len(self._firsts) > SESSIONS_KEPT:
+            self._firsts.popitem(last=False)
 
     @property
     def models(self) -> set[str] | None:
@@ -143,17 +187,39 @@ class Pool:
         told = [replica.models for replica in self.replicas.values() if replica.models is not None]
         return {str(model.get("id")) for models in told for model in models} if told else None
 
-    def home(self, key: str) -> str:
-        """The replica with the highest score for `key` among all that are configured and not drained."""
-        return self.order(key)[0]
+    def home(self, key: str) -> Replica:
+        """The replica with the highest score for `key` among all that are configured and not drained.
 
-    def order(self, key: str) -> list[str]:
-        """Failover order for `key`: all replicas that are not drained, by falling score."""
-        return routing.rank(key, [name for name, replica in self.replicas.items() if not replica.draining])
+        Raises `Busy` where there is none.
+        """
+        names = [name for name, replica in self.replicas.items() if not replica.draining]
+        if not names:
+            raise Busy(f"Every replica of pool {self.name} is drained.", code="no_healthy_replica", retry_after=2)
+        return self.replicas[routing.rank(key, names)[0]]
+
+    def add(self, settings: ReplicaSettings) -> Replica:
+        """Take a replica in. It gets requests once it answers its probes."""
+        replica = self.replicas[settings.name] = Replica(settings, self.settings, self._everything)
+        return replica
+
+    def drain(self, name: str) -> Replica:
+        """Send nothing more to a replica; what is in flight ends. Its keys move as if it were gone."""
+        replica = self.replicas[name]
+        replica.draining = True
+        replica.tell()
+        return replica
+
+    def remove(self, name: str) -> Replica:
+        """Take a replica out. What is in flight there ends as it would have."""
+        replica = self.drain(name)
+        del self.replicas[name]
+        replica.connections.close()
+        self.learn()
+        return replica
 
     def candidates(self, without: Iterable[str] = ()) -> list[Replica]:
         """Usable replicas whose load is within `slack` of the least."""
-        usable = [r for r in self.replicas.values() if r.state == "up" and not r.draining and r.name not in without]
+        usable = [r for r in self.replicas.values() if r.usable and r.name not in without]
         if len(usable) < 2:
             return usable
         most = min([replica.load for replica in usable]) + self.routing.slack
@@ -172,6 +238,7 @@ class Fleet:
 
     @property
     def replicas(self) -> Iterator[Replica]:
+        """All replicas of all pools."""
         return (replica for pool in self for replica in pool.replicas.values())
 
     def knows(self, route: str) -> bool:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 from typing import Any
 
 import httpx
 import structlog
 
-from gateway.core.vitals import Outcome, Vitals
+from gateway.core import exposition
+from gateway.core.vitals import Outcome
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.settings import Settings
+from gateway.tasks import start, stop
 from gateway.upstream import trust
 
 log = structlog.get_logger("detgate.health")
@@ -25,39 +29,64 @@ class Health:
     def __init__(self, settings: Settings, fleet: Fleet) -> None:
         self._fleet = fleet
         self._settings = settings.health
-        self._vitals: dict[str, Vitals] = {}
+        self._watching: dict[Replica, asyncio.Task[None]] = {}
+        self._http: httpx.AsyncClient | None = None
         self.probed = asyncio.Event()
         """Every replica was probed once."""
 
     async def run(self) -> None:
         """Probe for ever."""
-        http = httpx.AsyncClient(timeout=self._settings.timeout, verify=trust())
-        async with http, asyncio.TaskGroup() as group:
-            for pool in self._fleet:
-                for replica in pool.replicas.values():
-                    group.create_task(self._watch(http, pool, replica))
+        async with httpx.AsyncClient(timeout=self._settings.timeout, verify=trust()) as http:
+            self._http = http
+            self.sync()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self._http = None
+                await stop(*self._watching.values())
+
+    def sync(self) -> None:
+        """Watch the replicas that there are now, and no others."""
+        if self._http is None:
+            return
+        present = {replica: pool for pool in self._fleet for replica in pool.replicas.values()}
+        for replica in self._watching.keys() - present:
+            self._watching.pop(replica).cancel()
+        for replica, pool in present.items():
+            if replica not in self._watching:
+                self._watching[replica] = start(self._watch(self._http, pool, replica), f"probe {replica.name}")
 
     async def _watch(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
         pause = self._settings.interval
         while True:
             await self.probe(http, pool, replica)
-            pause = self._settings.interval if replica.up else min(pause * 1.5, LONGEST_PAUSE)
+            pause = self._settings.interval if replica.state == "up" else min(pause * 1.5, LONGEST_PAUSE)
             await asyncio.sleep(pause)
 
     async def probe(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
         """Ask once, and note what comes of it."""
         outcome, reason = await self._ask(http, pool, replica)
-        vitals = self._vitals.setdefault(replica.name, Vitals(self._settings.failures, self._settings.successes))
-        if replica.state == "down" and vitals.state == "up":
-            vitals.refused()
-        state = vitals.probed(outcome)
-        if state == "up" and replica.models is None:
+        if outcome == "ok" and (replica.models is None or replica.state != "up"):
             await self._introduce(http, pool, replica)
-        changed = replica.mark(state, reason)
+        if outcome == "ok" and pool.role == "reward":
+            await self._look_for_strangers(http, pool, replica)
+        if replica.probed(outcome, reason):
+            log.info("replica", pool=pool.name, replica=replica.name, state=replica.state, reason=reason)
         if not self.probed.is_set() and all(each.state != "unknown" for each in self._fleet.replicas):
             self.probed.set()
-        if changed:
-            log.info("replica", pool=pool.name, replica=replica.name, state=state, reason=reason)
+
+    async def _look_for_strangers(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
+        """Compare the engine's own count of requests with ours: before and after asking, since ours moves."""
+        before = replica.load
+        text = await _text(http, pool, replica, "/metrics")
+        running = exposition.total(text, pool.engine.RUNNING)
+        strangers = running is not None and running > max(before, replica.load)
+        if strangers and not replica.foreign:
+            log.warning("foreign traffic", pool=pool.name, replica=replica.name, running=running, ours=replica.load)
+        replica.foreign = strangers
+        cached = exposition.label(text, *pool.engine.PREFIX_CACHE) if pool.engine.PREFIX_CACHE else None
+        if cached is not None:
+            replica.facts = dataclasses.replace(replica.facts, prefix_cache=cached.lower() in ("true", "1"))
 
     async def _ask(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> tuple[Outcome, str]:
         try:
@@ -82,11 +111,18 @@ class Health:
         self._fleet.learnt()
 
 
-async def _json(http: httpx.AsyncClient, pool: Pool, replica: Replica, route: str) -> dict[str, Any]:
+async def _text(http: httpx.AsyncClient, pool: Pool, replica: Replica, route: str) -> str:
     try:
         answer = await http.get(replica.url + route, headers=_key(pool))
-        told = answer.json() if answer.is_success else {}
-    except (httpx.HTTPError, ValueError):
+    except httpx.HTTPError:
+        return ""
+    return answer.text if answer.is_success else ""
+
+
+async def _json(http: httpx.AsyncClient, pool: Pool, replica: Replica, route: str) -> dict[str, Any]:
+    try:
+        told = json.loads(await _text(http, pool, replica, route) or "{}")
+    except ValueError:
         return {}
     return told if isinstance(told, dict) else {}
 

@@ -15,7 +15,7 @@ Rank = tuple[int, int, tuple[object, ...]]
 """Priority, index, identity: what a round is sorted by."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Waiter:
     rank: Rank
     turn: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -29,12 +29,18 @@ class Lane:
         self.limit = limit
         self.queue = queue
         self.running = 0
+        self._doubts = 0
         self._round: list[Waiter] = []
         self._next: list[Waiter] = []
 
     @property
     def waiting(self) -> int:
         return len(self._round) + len(self._next)
+
+    @property
+    def room(self) -> int:
+        """How many more requests may enter or wait."""
+        return max(0, self.limit - self.running) + self.queue - self.waiting
 
     def enter_now(self) -> bool:
         """Take a place if one is free and nobody waits."""
@@ -63,9 +69,10 @@ class Lane:
                 self._drop(waiter)
             raise
 
-    def leave(self) -> None:
-        """Give the place back; the next in order takes it."""
+    def leave(self, *, sure: bool = True) -> None:
+        """Give the place back; the next in order takes it. Not `sure`: the engine may still work on what was there."""
         self.running -= 1
+        self._doubts += not sure
         while self.running < self.limit and self.waiting:
             if not self._round:
                 self._round, self._next = sorted(self._next, key=lambda waiter: waiter.rank, reverse=True), []
@@ -74,7 +81,54 @@ class Lane:
                 self.running += 1
                 waiter.turn.set_result(None)
 
+    def doubted(self) -> bool:
+        """Whether the place just taken may be shared with what the engine was not seen to drop. Asked once a doubt."""
+        if self._doubts:
+            self._doubts -= 1
+            return True
+        return False
+
     def _drop(self, waiter: Waiter) -> None:
         for waiters in (self._round, self._next):
             if waiter in waiters:
                 waiters.remove(waiter)
+
+
+class Lanes:
+    """The lanes of one pool, by its scope. A session's lane exists while it is used."""
+
+    def __init__(self, pool: str, scope: str, limit: int | None, queue: int) -> None:
+        self.scope = scope if limit is not None else "none"
+        self._pool = pool
+        self._limit = limit or 0
+        self._queue = queue
+        self._lanes: dict[str, Lane] = {}
+
+    @property
+    def exclusive(self) -> bool:
+        """One request in an engine at a time."""
+        return self.scope in ("replica", "pool") and self._limit == 1
+
+    @property
+    def waiting(self) -> int:
+        return sum(lane.waiting for lane in self._lanes.values())
+
+    def find(self, replica: str, session: str) -> Lane | None:
+        """The lane of a request to `replica` from `session`; None where nothing is bounded."""
+        if self.scope == "none":
+            return None
+        name = {"pool": self._pool, "replica": replica}.get(self.scope, session)
+        lane = self._lanes.get(name)
+        if lane is None:
+            lane = self._lanes[name] = Lane(name, self._limit, self._queue)
+        return lane
+
+    def release(self, lane: Lane, *, sure: bool = True) -> None:
+        """Give a place in a lane back."""
+        lane.leave(sure=sure)
+        self.tidy(lane)
+
+    def tidy(self, lane: Lane) -> None:
+        """Forget a session's lane that nobody uses."""
+        if self.scope == "session" and not lane.running and not lane.waiting:
+            self._lanes.pop(lane.name, None)

@@ -134,7 +134,7 @@ class Pipeline:
             raise WrongMethod(f"{route} takes {' or '.join(handling.methods)}, not {request.method}.")
         wish = plan.Wish()
         if handling.kind in ("sample", "score") and not self._off:
-            self._admissible(caller, handling, route)
+            self._admissible(caller, pool, handling, route)
             wish = self._wish(handling, document)
             pool.engine.check(route, document, pool.facts, wish.samples)
         return Asked(request, caller, route, pool, handling, document, wish, caller.run or self.run)
@@ -149,7 +149,7 @@ class Pipeline:
                 return Document.opaque(request.body)
             raise CallerFault(str(error), code="invalid_json") from None
 
-    def _admissible(self, caller: identity.Caller, handling: Handling, route: str) -> None:
+    def _admissible(self, caller: identity.Caller, pool: Pool, handling: Handling, route: str) -> None:
         if self.settings.sessions.required and not caller.named:
             raise CallerFault(
                 "This gateway takes no request without a session: send X-Session-ID, or use /sessions/{id}/….",
@@ -170,6 +170,12 @@ class Pipeline:
                 f"{route} takes no seed on this engine, so its answers cannot repeat. Use /v1/chat/completions, or "
                 "profile balanced, which serves it without the promise.",
                 code="unseeded_route",
+            )
+        if (against := pool.contradicts) is not None:
+            raise Busy(
+                f"Pool {pool.name} cannot keep the promise: {against}. Mend it, or use profile balanced.",
+                code="not_deterministic",
+                retry_after=10,
             )
 
     def _wish(self, handling: Handling, document: Document) -> plan.Wish:
@@ -248,6 +254,7 @@ class Pipeline:
             headers=fields.upstream(request.headers),
             request_id=request_id,
             key=key,
+            session=caller.session,
             place=(decided.index, decided.identity),
             client_id=_client_id(asked.document),
             flags=self._flags(work, asked),
@@ -325,10 +332,14 @@ class Pipeline:
         """What the replica that answers takes away from the promise."""
         if self._off or handling.kind not in ("sample", "score"):
             return []
-        deterministic = sending.replica.facts.deterministic
+        pool, replica = sending.job.pool, sending.replica
+        if pool.role == "reward":
+            reasons = [] if pool.lanes.exclusive and not replica.facts.prefix_cache else ["reward-batched"]
+            return [*reasons, "foreign-traffic"] if replica.foreign else reasons
+        deterministic = replica.facts.deterministic
         if deterministic is False and handling.kind == "sample":
             return ["engine-not-deterministic"]
-        return [] if deterministic or sending.job.pool.declared else ["unverified"]
+        return [] if deterministic or pool.declared else ["unverified"]
 
     def _refuse(self, work: Work, client: Client, fault: Fault) -> None:
         work.fault = fault
@@ -397,6 +408,12 @@ class Pipeline:
             answer.observed is None
         )  # fmt: skip
 
+    def _error(self, work: Work) -> str | None:
+        """What went wrong: the code of a refusal, or the words of what broke a stream."""
+        if work.fault is not None and work.answer.error is None:
+            return work.fault.code
+        return work.answer.error or (work.answer.observed.error if work.answer.observed else None)
+
     def _close_record(self, work: Work, used: bool, now: float) -> None:
         assert work.scope is not None
         assert work.plan is not None
@@ -419,6 +436,7 @@ class Pipeline:
                     "replicas": job.replicas if job is not None else [],
                     "attempt": job.attempts if job is not None else 0,
                     "flags": job.flags if job is not None else [],
+                    "sticky": job is not None and job.sticky,
                     "lane_wait": job.lane_wait if job is not None else 0.0,
                     "finish_reasons": observed.finish_reasons if observed is not None else None,
                     "usage": observed.usage if observed is not None else None,

@@ -7,10 +7,11 @@ gives all of it back exactly once, when the replica's answer has ended or the ca
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.core import ids, routing
+from gateway.core import exposition, ids, routing
 from gateway.core.digits import natural
 from gateway.core.document import Set
 from gateway.core.errors import Busy, UpstreamFault, UpstreamTimeout
@@ -20,8 +21,15 @@ from gateway.core.types import Call, Handling
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.lanes import Lane
 from gateway.settings import Settings
+from gateway.tasks import start
 from gateway.telemetry import Telemetry
 from gateway.upstream import Broken, Exchange
+
+LEAVE_SECONDS = 5.0
+"""How long a place in a lane is held for a request that was given up, until the engine says that it has gone."""
+
+BROKEN_STATUS = (500, 502, 504)
+"""Answers that speak against the replica. 4xx speaks against its request, 503 of its load."""
 
 Outcome = Literal["answered", "connect", "broken", "unavailable", "aborted"]
 
@@ -41,12 +49,15 @@ class Job:
     request_id: str
     key: str
     """What routing hashes."""
+    session: str = ""
     place: tuple[int, str] = (0, "")
     """Index and identity: the canonical order among those who wait in a lane."""
     client_id: str | None = None
     """The id that the client gave the request in its body: an abort may name it."""
     flags: list[str] = field(default_factory=list)
     """Reasons for X-Detgate-Guarantee that came up on the way."""
+    sticky: bool = False
+    """Went where its session was first sent to, not where the rule would send it now."""
     attempts: int = 0
     replicas: list[str] = field(default_factory=list)
     """Replica of each attempt, in order."""
@@ -57,42 +68,47 @@ class Job:
 class Sending:
     """One attempt of one call, from routing to the upstream's last byte."""
 
-    __slots__ = ("_exchange", "_home", "engine_id", "job", "lane", "reads", "replica")
+    __slots__ = ("_home", "engine_id", "job", "lane", "replica", "sent")
 
     def __init__(self, home: Dispatcher, job: Job, replica: Replica, engine_id: str) -> None:
         self._home: Dispatcher | None = home
         self.job = job
         self.replica = replica
         self.engine_id = engine_id
-        self._exchange: Exchange | None = None
+        self.sent: Exchange | None = None
         self.lane: Lane | None = None
         replica.load += 1
-        if engine_id:
-            home.live[engine_id] = self
+        home.live[engine_id] = self
 
     @property
     def exchange(self) -> Exchange:
         """The exchange with the replica, once the call was sent."""
-        assert self._exchange is not None
-        return self._exchange
+        assert self.sent is not None
+        return self.sent
 
-    @exchange.setter
-    def exchange(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    @property
+    def under_way(self) -> bool:
+        """The replica has the request and has not ended its answer."""
+        return self.sent is not None and not self.sent.complete
 
     def end(self) -> None:
-        """Give everything back; what is still under way at the replica is aborted. Harmless when repeated."""
+        """Give everything back; what is still under way at the replica is aborted. Harmless when repeated.
+
+        A place in a lane that the engine may not have left yet is given back when it has.
+        """
         home, self._home = self._home, None
         if home is None:
             return
+        if self.lane is not None and self.under_way:
+            start(home.vacate(self, self.lane), "lane")
+            return
         try:
-            if self._exchange is not None:
-                self._exchange.abort()
+            if self.sent is not None:
+                self.sent.abort()
         finally:
-            self.replica.load -= 1
-            home.live.pop(self.engine_id, None)
+            home.forget(self)
             if self.lane is not None:
-                self.lane.leave()
+                self.job.pool.lanes.release(self.lane)
 
 
 class Dispatcher:
@@ -101,9 +117,59 @@ class Dispatcher:
     def __init__(self, settings: Settings, fleet: Fleet, telemetry: Telemetry) -> None:
         self.fleet = fleet
         self.live: dict[str, Sending] = {}
+        self._plain = 0
+        self._settle_seconds = settings.timeouts.settle
         self._telemetry = telemetry
         self._attempts = settings.limits.attempts
         self._home_seconds = settings.timeouts.home
+
+    def forget(self, sending: Sending) -> None:
+        """A sending occupies its replica no more."""
+        sending.replica.load -= 1
+        self.live.pop(sending.engine_id, None)
+
+    async def vacate(self, sending: Sending, lane: Lane) -> None:
+        """Give a place back that was given up in mid-answer: when nothing of the request is left in the engine.
+
+        A reward engine is left to finish first, since an abort could change what shares its next batch; what it
+        says is dropped. Afterwards the engine's own count is asked, for a bounded time.
+        """
+        exchange, replica = sending.exchange, sending.replica
+        try:
+            if sending.job.pool.role == "reward" and exchange.alive:
+                with suppress(TimeoutError, Broken):
+                    async with asyncio.timeout(self._settle_seconds):
+                        await exchange.drain()
+        finally:
+            exchange.abort()
+            self.forget(sending)
+            sure = exchange.complete or await self._left(sending.job.pool, replica)
+            sending.job.pool.lanes.release(lane, sure=sure)
+
+    async def _left(self, pool: Pool, replica: Replica) -> bool:
+        """Wait until the engine counts no more requests than are on their way to it from here."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                while True:
+                    running = await self._running(pool, replica)
+                    ours = sum(each.under_way for each in self.live.values() if each.replica is replica)
+                    if running is not None and running <= ours:
+                        return True
+                    await asyncio.sleep(LEAVE_SECONDS / 50)
+        return False
+
+    async def _running(self, pool: Pool, replica: Replica) -> float | None:
+        """How many requests the engine says are in it; None where it does not say."""
+        path = f"GET {replica.connections.address.prefix}/metrics HTTP/1.1\r\n".encode()
+        try:
+            exchange = await replica.connections.send(path + replica.head + b"\r\n", b"")
+            try:
+                await exchange.finished()
+            finally:
+                exchange.abort()
+        except Broken:
+            return None
+        return exposition.total(exchange.body.decode(errors="replace"), pool.engine.RUNNING)
 
     def named(self, name: str) -> list[Sending]:
         """The live sendings of a request, by the id that its client gave it or that the gateway gave it."""
@@ -113,6 +179,18 @@ class Dispatcher:
             if name in (sending.job.client_id, sending.job.request_id, sending.engine_id)
         ]
 
+    def reserve(self, job: Job, calls: int) -> None:
+        """Make sure that all calls of a request find a place or a place to wait. Raises `Busy`: then none is sent."""
+        pool = job.pool
+        lanes = [pool.lanes.find(replica.name, job.session) for replica in pool.replicas.values() if replica.usable]
+        room = sum(lane.room for lane in {id(lane): lane for lane in lanes if lane is not None}.values())
+        if lanes and lanes[0] is not None and calls > room:
+            raise Busy(
+                f"The {calls} calls of this request do not fit into the queues of pool {pool.name}. "
+                "Ask again later, or raise limits.queue.",
+                code="queue_full",
+            )
+
     async def send(self, job: Job, call: Call) -> Sending:
         """Send until a replica answers with a first byte that may be passed on, or nothing is left to try.
 
@@ -121,6 +199,7 @@ class Dispatcher:
         """
         avoid: set[str] = set()
         broke = attempts = 0
+        fresh = False
         while True:
             attempts += 1
             job.attempts = max(job.attempts, attempts)
@@ -128,14 +207,15 @@ class Dispatcher:
             sending = self._occupy(job, call, replica)
             try:
                 await self._admit(job, sending)
-                answered = await self._attempt(job, call, sending, last=attempts >= self._attempts)
+                answered = await self._attempt(job, call, sending, last=attempts >= self._attempts, fresh=fresh)
             except Broken as error:
                 self._count(sending, "connect" if error.phase == "connect" else "broken")
                 sending.end()
+                fresh = error.stale
                 if not error.stale:
                     broke += error.phase != "connect"
                     avoid.add(replica.name)
-                    replica.doubt(error.phase, error.reason)
+                    replica.failed(error.phase, error.reason)
                 self._go_on(job, replica, error, broke, attempts, avoid)
                 continue
             except BaseException:
@@ -143,6 +223,10 @@ class Dispatcher:
                 sending.end()
                 raise
             if answered:
+                if sending.exchange.status in BROKEN_STATUS:
+                    replica.failed("body", f"it answered {sending.exchange.status}")
+                else:
+                    replica.served()
                 self._count(sending, "answered")
                 return sending
             self._count(sending, "unavailable")
@@ -154,6 +238,11 @@ class Dispatcher:
         pool = job.pool
         if pool.fixed_home:
             return await self._to_home(job)
+        if pool.sticky and (first := pool.first(job.key)) is not None:
+            kept = pool.replicas.get(first)
+            if kept is not None and kept.usable and first not in avoid:
+                job.sticky = True
+                return kept
         candidates = pool.candidates(avoid)
         if not candidates:
             raise Busy(
@@ -162,23 +251,24 @@ class Dispatcher:
         replica = candidates[0]
         if len(candidates) > 1:
             replica = max(candidates, key=lambda replica: (routing.score(job.key, replica.name), replica.name))
-        if pool.stable and "home-down" not in job.flags and replica.name != pool.home(job.key):
+        if pool.sticky:
+            pool.keep_first(job.key, replica.name)
+        if pool.stable and "home-down" not in job.flags and replica is not pool.home(job.key):
             job.flags.append("home-down")
         return replica
 
     async def _to_home(self, job: Job) -> Replica:
         pool = job.pool
-        home = pool.replicas[pool.home(job.key)]
+        home = pool.home(job.key)
         if home.up:
             return home
         if pool.routing.on_home_down == "wait":
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self._home_seconds):
                     while not home.up:
                         await home.changed.wait()
+                        home = pool.home(job.key)
                 return home
-            except TimeoutError:
-                pass
         raise Busy(
             f"Replica {home.name}, to which this request belongs, is down: {home.reason}. "
             "Ask again later, or set routing.on_home_down: next.",
@@ -188,7 +278,9 @@ class Dispatcher:
 
     def _occupy(self, job: Job, call: Call, replica: Replica) -> Sending:
         if not job.request_id:
-            return Sending(self, job, replica, "")
+            self._plain += 1
+            return Sending(self, job, replica, f"#{self._plain}")
+        replica.vitals.chosen()
         copy = 0
         while (engine_id := ids.engine_id(job.request_id, call.sample, copy)) in self.live:
             copy += 1
@@ -196,21 +288,26 @@ class Dispatcher:
 
     # --- admit
     async def _admit(self, job: Job, sending: Sending) -> None:
-        lane = job.pool.lane_of(sending.replica)
+        lane = job.pool.lanes.find(sending.replica.name, job.session)
         if lane is None:
             return
         if not lane.enter_now():
             loop = asyncio.get_running_loop()
             since = loop.time()
             index, identity = job.place
-            await lane.enter((0, index, natural(identity)))
+            try:
+                await lane.enter((0, index, natural(identity)))
+            finally:
+                job.pool.lanes.tidy(lane)
             waited = loop.time() - since
             job.lane_wait += waited
             self._telemetry.lane_wait.observe(waited, job.pool.name)
         sending.lane = lane
+        if lane.doubted():
+            job.flags.append("lane-uncertain")
 
     # --- forward
-    async def _attempt(self, job: Job, call: Call, sending: Sending, *, last: bool) -> bool:
+    async def _attempt(self, job: Job, call: Call, sending: Sending, *, last: bool, fresh: bool) -> bool:
         """Send once and wait for what may be passed on. False: 503, and another replica may be asked."""
         replica, handling = sending.replica, job.handling
         edits = [*call.edits, *seed_edits(handling, call)] if job.request_id else []
@@ -223,7 +320,7 @@ class Dispatcher:
         body = call.document.edited(edits) if edits else call.document.raw
         head += (job.headers, b"content-length: %d\r\n\r\n" % len(body))
         job.replicas.append(replica.name)
-        exchange = sending.exchange = await replica.connections.send(b"".join(head), body)
+        exchange = sending.sent = await replica.connections.send(b"".join(head), body, fresh=fresh)
         job.sent_at = asyncio.get_running_loop().time()
         await exchange.head()
         if exchange.status == 503 and not last and job.pool.has_other(replica):

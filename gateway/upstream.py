@@ -74,7 +74,10 @@ class Address:
 class Exchange:
     """One request sent and its answer. Ends exactly once: complete, broken or aborted."""
 
-    __slots__ = ("_chunks", "_connection", "_error", "_sink", "_waiter", "complete", "headers", "reused", "status")
+    __slots__ = (
+        "_chunks", "_connection", "_error", "_sink", "_waiter", "begun_at", "complete", "headers", "heard", "reused",
+        "status",
+    )  # fmt: skip
 
     def __init__(self, connection: Connection, reused: bool) -> None:
         self._connection: Connection | None = connection
@@ -86,6 +89,10 @@ class Exchange:
         self.headers: Headers = []
         self.complete = False
         self.reused = reused
+        self.heard = asyncio.get_running_loop().time()
+        """When the request was sent, or the last bytes came."""
+        self.begun_at = 0.0
+        """When the first bytes of the body came."""
 
     async def head(self) -> None:
         """Wait until status and headers are there. Raises `Broken`."""
@@ -124,6 +131,15 @@ class Exchange:
         finally:
             self._sink = None
 
+    @property
+    def alive(self) -> bool:
+        """The answer is still coming: neither complete nor broken off."""
+        return self._connection is not None and self._error is None
+
+    async def drain(self) -> None:
+        """Let the answer come to its end and drop it. Raises `Broken`."""
+        await self.pipe(lambda data: False)
+
     def abort(self, reason: str = "aborted", *, timeout: bool = False) -> None:
         """Close the connection in mid-answer, which both engines take as a cancellation. Harmless after the end."""
         connection, self._connection = self._connection, None
@@ -161,6 +177,8 @@ class Exchange:
         self._wake()
 
     def _body(self, data: bytes) -> None:
+        if not self.begun_at:
+            self.begun_at = self.heard
         if self._sink is None:
             self._chunks.append(data)
         elif self._sink(data):
@@ -184,6 +202,7 @@ class Connection(asyncio.Protocol):
         self._ended = False
         self._until_close = False
         self._reusable = False
+        self._time = asyncio.get_running_loop().time
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -196,6 +215,7 @@ class Connection(asyncio.Protocol):
         if self.exchange is None:
             self.close()
             return
+        self.exchange.heard = self._time()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -286,7 +306,6 @@ class Connection(asyncio.Protocol):
             raise ValueError("the compressed body is cut short")
         if self.exchange is not None and self.exchange.status:
             self._ended = True
-
 
     def _decoding(self, headers: Headers) -> Headers:
         """A compressed answer, although none was asked for, is unpacked here: it is read on its way."""

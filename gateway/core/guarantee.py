@@ -20,10 +20,9 @@ LOWERS: dict[str, Level] = {
     "group-order": "balanced",
     "home-down": "balanced",
     "epoch": "balanced",
-    "sticky": "balanced",
     "dp-unpinned": "balanced",
 }
-"""What a reason leaves of the promise. A reason that is not listed (`unverified`, `retry-shared` …) is said and takes nothing away."""
+"""What a reason leaves of the promise. One that is not listed (`unverified`, `retry-shared` …) takes nothing away."""
 
 _ORDER: tuple[Level, ...] = ("none", "balanced", "strict")
 

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 
 def score(key: str, name: str) -> int:
-    """The first 8 bytes, big-endian, of BLAKE2b-512 over key and name: UTF-8, each behind its 8-byte big-endian length."""
+    """The first 8 bytes of BLAKE2b-512 over key and name, each in UTF-8 behind its length; big-endian, lengths too."""
     return int.from_bytes(_scored(_keyed(key), _part(name))[:8])
 
 

@@ -89,6 +89,7 @@ class Facts:
     default_min_p: float | None = None
     """min_p > 0 that the model's own generation config or preferred sampling parameters bring."""
     priority_scheduling: bool | None = None
+    prefix_cache: bool | None = None
 
 
 Value = Mapping[str, Any]

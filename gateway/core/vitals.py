@@ -1,6 +1,8 @@
-"""When a replica counts as up: a rule over the outcomes of probes, without a clock.
+"""When a replica gets requests: a rule over the outcomes of probes and of sendings, without a clock.
 
 One refused connection is proof that no server listens. Anything else may be a busy server: it takes several in a row.
+Apart from that, a server may answer its probes and break every request. Then its breaker opens, and each passing probe
+lets one request through to find out whether it serves again.
 """
 
 from __future__ import annotations
@@ -16,35 +18,55 @@ State = Literal["unknown", "up", "down"]
 
 @dataclass(slots=True)
 class Vitals:
-    """The state of one replica, from its probes."""
+    """The state of one replica."""
 
     failures: int
     """Probes in a row that must fail, unless refused, before an up replica is down."""
     successes: int
     """Probes in a row that must pass before a down replica is up again."""
+    breaks: int
+    """Requests in a row that must break before the breaker opens."""
     state: State = "unknown"
-    streak: int = 0
-    """Probes in a row against the present state."""
+    tripped: bool = False
+    """The breaker is open: requests are kept away although the probes pass."""
+    trial: bool = False
+    """One request may go to find out whether an open breaker can close."""
+    _against: int = 0
+    _broken: int = 0
+
+    @property
+    def serves(self) -> bool:
+        """Whether a request may be sent."""
+        return self.state == "up" and (not self.tripped or self.trial)
 
     def probed(self, outcome: Outcome) -> State:
         """Take in one probe and say the state after it."""
         passed = outcome == "ok"
-        if passed == (self.state == "up"):
-            self.streak = 0
-            if self.state == "unknown":
-                self.state = "down"
-            return self.state
-        self.streak += 1
+        self.trial = passed and self.tripped
         if self.state == "unknown":
-            needed = 1
-        elif passed:
-            needed = self.successes
+            self.state = "up" if passed else "down"
+        elif passed == (self.state == "up"):
+            self._against = 0
         else:
-            needed = 1 if outcome == "refused" else self.failures
-        if self.streak >= needed:
-            self.state, self.streak = ("up" if passed else "down"), 0
+            self._against += 1
+            needed = self.successes if passed else 1 if outcome == "refused" else self.failures
+            if self._against >= needed:
+                self.state, self._against = ("up" if passed else "down"), 0
         return self.state
 
-    def refused(self) -> None:
-        """A request found no server: as a refused probe."""
-        self.probed("refused")
+    def chosen(self) -> None:
+        """A request is on its way: the trial of an open breaker is used."""
+        self.trial = False
+
+    def served(self) -> None:
+        """A request was answered, whatever the answer blames on its sender."""
+        self._broken = 0
+        self.tripped = self.trial = False
+
+    def broke(self) -> bool:
+        """A request broke on the replica. True if that opens the breaker."""
+        self._broken += 1
+        if self.tripped or self._broken < self.breaks:
+            return False
+        self.tripped = True
+        return True

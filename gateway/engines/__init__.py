@@ -32,6 +32,12 @@ class Engine(Protocol):
     ASKS: tuple[str, ...]
     """Routes that say what a server is, asked when it comes up."""
 
+    RUNNING: tuple[str, ...]
+    """Series of its /metrics that together count the requests in it; empty where there are none."""
+
+    PREFIX_CACHE: tuple[str, str] | None
+    """Series and label of its /metrics that tell whether prefixes are cached; None where `facts` tells, or nothing."""
+
     @staticmethod
     def facts(told: Mapping[str, Any]) -> Facts:
         """What the JSON answers to `ASKS` say, by route."""

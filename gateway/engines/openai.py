@@ -64,6 +64,9 @@ def id_headers(engine_id: str) -> Headers:
 ASKS = ()
 """Nothing that this engine serves by default tells whether its kernels are batch-invariant."""
 
+RUNNING: tuple[str, ...] = ()
+PREFIX_CACHE = None
+
 
 def facts(told: Mapping[str, Any]) -> Facts:
     """Unknown, all of it."""

@@ -96,16 +96,10 @@ ROUTES = MappingProxyType(
         "/v1/detokenize": _TOKENS,
         "/classify": _POOLED,
         "/encode": _POOLED,
-        "/v1/classify": Handling(
-            "score", "openai", "reward", inputs=("input",), engine_id=_RID, merge="data"
-        ),
-        "/v1/embeddings": Handling(
-            "score", "openai", "reward", inputs=("input",), engine_id=_RID, merge="data"
-        ),
+        "/v1/classify": Handling("score", "openai", "reward", inputs=("input",), engine_id=_RID, merge="data"),
+        "/v1/embeddings": Handling("score", "openai", "reward", inputs=("input",), engine_id=_RID, merge="data"),
         "/v1/score": Handling("score", "openai", "reward", inputs=("items",), merge="scores"),
-        "/v1/rerank": Handling(
-            "score", "openai", "reward", inputs=("documents",), merge="ranking", methods=_PUT
-        ),
+        "/v1/rerank": Handling("score", "openai", "reward", inputs=("documents",), merge="ranking", methods=_PUT),
     }
 )
 
@@ -174,6 +168,9 @@ def _at(value: Any, path: Path) -> Any:
 ASKS = ("/server_info", "/model_info")
 """Routes that say what a server is."""
 
+RUNNING = ("sglang:num_running_reqs", "sglang:num_queue_reqs")
+PREFIX_CACHE = None
+
 
 def facts(told: Mapping[str, Any]) -> Facts:
     """What the answers to `ASKS` say, by route; an answer that did not come is absent."""
@@ -186,4 +183,5 @@ def facts(told: Mapping[str, Any]) -> Facts:
         is_generation=model.get("is_generation"),
         default_min_p=preferred.get("min_p"),
         priority_scheduling=server.get("enable_priority_scheduling"),
+        prefix_cache=None if (off := server.get("disable_radix_cache")) is None else not off,
     )

@@ -98,6 +98,9 @@ def id_headers(engine_id: str) -> Headers:
 ASKS = ()
 """Nothing that this engine serves by default tells whether its kernels are batch-invariant."""
 
+RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+PREFIX_CACHE = ("vllm:cache_config_info", "enable_prefix_caching")
+
 
 def facts(told: Mapping[str, Any]) -> Facts:
     """Unknown, all of it."""

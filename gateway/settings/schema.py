@@ -263,6 +263,7 @@ class Health(Section):
         10.0, description="Seconds that a probe may take; a busy server is slow, not dead."
     )
     failures: Count = Field(3, description="Probes in a row that fail before a replica counts as down.")
+    breaks: Count = Field(5, description="Requests in a row that break on a replica before it gets no more but trials.")
     successes: Count = Field(2, description="Probes in a row that pass before it counts as up again.")
 
 
