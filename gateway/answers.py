@@ -76,7 +76,7 @@ class Asking:
 
 
 async def relay(dispatcher: Dispatcher, asking: Asking) -> None:
-    """Send the calls of one request and bring the answer back. Raises a `Fault` while nothing has reached the client."""
+    """Send the calls of one request and bring the answer back. Raises a `Fault` while nothing reached the client."""
     if len(asking.calls) > 1:
         await _merged(dispatcher, asking)
         return

@@ -11,6 +11,7 @@ from typing import Any
 
 from gateway import control
 from gateway.carriers.asgi import Application, DataPlane
+from gateway.changes import Changes
 from gateway.fleet import Fleet
 from gateway.health import Health
 from gateway.ledger.writer import Ledger, LedgerFault
@@ -36,6 +37,7 @@ class Gateway:
         self.ledger = Ledger(settings.ledger.path, self.run, f"{os.getpid()}-{time.time_ns()}")
         self.pipeline = Pipeline(settings, self.run, self.fleet, MemoryStore(), self.ledger, self.telemetry)
         self.health = Health(settings, self.fleet)
+        self.changes = Changes(self.run, self.fleet, self.health, self.ledger)
         self.silence = Silence(settings.timeouts, self.pipeline.dispatcher)
         self.head_bytes = settings.limits.head_bytes
         self.body_bytes = settings.limits.body_bytes
@@ -50,7 +52,7 @@ class Gateway:
     @property
     def application(self) -> Application:
         """The whole gateway for any ASGI server."""
-        rest: Any = control.build(self.settings, self.run, self.fleet, self.telemetry)
+        rest: Any = control.build(self.settings, self.run, self.fleet, self.telemetry, self.changes)
         return DataPlane(self, rest)
 
     @asynccontextmanager

@@ -45,12 +45,10 @@ def _serve(args: argparse.Namespace) -> int:
 
     settings = _settings(args)
     if not settings.pools:
-        raise InvalidSettings(
-            ["pools: none; list them in a file (--config), or name servers by --worker-urls"]
-        )
+        raise InvalidSettings(["pools: none; list them in a file (--config), or name servers by --worker-urls"])
     from gateway import serve
 
-    serve.run(settings)
+    serve.run(settings, lambda: _settings(args))
     return 0
 
 
@@ -178,9 +176,7 @@ def _demo_flags(parser: argparse.ArgumentParser) -> None:
 
 def _seed_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("identity", metavar="IDENTITY", help="the (effective) identity, such as 17:3")
-    parser.add_argument(
-        "index", metavar="INDEX", type=_index, help="the request's place in its session, from 0"
-    )
+    parser.add_argument("index", metavar="INDEX", type=_index, help="the request's place in its session, from 0")
     parser.add_argument("--member", type=_index, help="place in the group, for scheme offset")
     _file_flag(parser)
     _setting_flags(parser, ["seed", "scheme"])

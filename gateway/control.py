@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from gateway import __version__
+from gateway import __version__, admin
+from gateway.changes import Changes
 from gateway.core.errors import CallerFault, Fault, NotFound, WrongMethod
 from gateway.core.shapes import error_body, error_headers
 from gateway.fleet import Fleet, Pool
@@ -19,10 +21,11 @@ from gateway.telemetry import Telemetry
 EXPOSITION = "text/plain; version=1.0.0; charset=utf-8"
 
 
-def build(settings: Settings, run: str, fleet: Fleet, telemetry: Telemetry) -> FastAPI:
+def build(settings: Settings, run: str, fleet: Fleet, telemetry: Telemetry, changes: Changes) -> FastAPI:
     """The application. What it shows is read when it is asked for."""
     app = FastAPI(title="detgate", version=__version__, docs_url=None, redoc_url=None)
     _errors(app)
+    app.include_router(admin.build(settings, fleet, changes))
 
     @app.get("/livez", summary="The process runs")
     async def livez() -> dict[str, str]:
@@ -32,12 +35,18 @@ def build(settings: Settings, run: str, fleet: Fleet, telemetry: Telemetry) -> F
     async def readyz(pool: str | None = None) -> Response:
         if pool is not None and pool not in fleet.pools:
             raise NotFound(f"There is no pool {pool!r}. Pools: {', '.join(fleet.pools)}.", param="pool")
-        told = {"run": run, "pools": {each.name: _state(each) for each in fleet}}
         asked = [fleet.pools[pool]] if pool is not None else list(fleet)
+        why_not = [why for each in asked if (why := _unready(each, settings)) is not None]
         probed = all(replica.state != "unknown" for each in asked for replica in each.replicas.values())
-        healthy = [any(replica.usable for replica in each.replicas.values()) for each in asked]
-        ready = probed and (all(healthy) if pool is not None else any(healthy))
-        told["status"] = "ready" if ready else "not ready"
+        if not probed:
+            why_not.insert(0, "not every replica was probed yet")
+        ready = probed and len(why_not) < len(asked)
+        told = {
+            "status": "ready" if ready else "not ready",
+            "why": why_not,
+            "run": run,
+            "pools": {each.name: _state(each) for each in fleet},
+        }
         return _json(200 if ready else 503, told)
 
     @app.get("/metrics", summary="Prometheus exposition")
@@ -72,6 +81,15 @@ _DATA_PLANE = {
 }
 
 
+def _unready(pool: Pool, settings: Settings) -> str | None:
+    """Why a pool cannot serve; None if it can."""
+    if settings.profile == "strict" and (against := pool.contradicts) is not None:
+        return f"{pool.name}: {against}"
+    if not any(replica.usable for replica in pool.replicas.values()):
+        return f"{pool.name}: no replica is up. {pool.why_down()}"
+    return None
+
+
 def _state(pool: Pool) -> dict[str, Any]:
     return {
         "role": pool.role,
@@ -79,6 +97,8 @@ def _state(pool: Pool) -> dict[str, Any]:
         "replicas": {
             replica.name: {
                 "state": replica.state,
+                "breaker": "open" if replica.vitals.tripped else "closed",
+                "foreign_traffic": replica.foreign,
                 "draining": replica.draining,
                 "in_flight": replica.load,
                 "reason": replica.reason,
@@ -94,15 +114,19 @@ def _determinism(pool: Pool) -> dict[str, Any]:
         "role": pool.role,
         "declared": pool.declared,
         "replicas": {
-            name: {"state": replica.state, "deterministic": replica.facts.deterministic}
+            name: {
+                "state": replica.state,
+                "reason": replica.reason,
+                "deterministic": replica.facts.deterministic,
+                "prefix_cache": replica.facts.prefix_cache,
+                "foreign_traffic": replica.foreign,
+            }
             for name, replica in pool.replicas.items()
         },
     }
 
 
 def _json(status: int, body: Any) -> Response:
-    import orjson
-
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 

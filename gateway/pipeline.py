@@ -22,6 +22,7 @@ from gateway.core.errors import Busy, CallerFault, Fault, StoreFault, UpstreamFa
 from gateway.core.indexing import Ask, Claim, Kind
 from gateway.core.types import Api, Call, Handling, Headers, Request
 from gateway.fleet import Fleet, Pool
+from gateway.keys import Keys
 from gateway.ledger.writer import Ledger
 from gateway.local import Local
 from gateway.routes import API_OF, READ_FIELDS, is_data_plane
@@ -86,6 +87,7 @@ class Pipeline:
         self.telemetry = telemetry
         self.dispatcher = Dispatcher(settings, fleet, telemetry)
         self._local = Local(fleet, self.dispatcher)
+        self._keys = Keys(settings.auth)
         self._off = settings.profile == "off"
         self._scheme = schemes.load(settings.scheme)
         self._strict = settings.profile == "strict"
@@ -100,6 +102,7 @@ class Pipeline:
         try:
             location = identity.locate(request.path)
             work.api = API_OF.get(location.route, "openai")
+            self._keys.check(request.fields)
             if self._local.owns(location.route):
                 await self._local.answer(location.route, request, client)
                 return

@@ -16,28 +16,40 @@ import uvicorn
 from gateway.assembly import Gateway
 from gateway.carriers.http1 import Carrier
 from gateway.logs import configure
-from gateway.settings import Settings
+from gateway.settings import InvalidSettings, Settings
 from gateway.tasks import start
 
 log = structlog.get_logger("detgate")
 
 
-def run(settings: Settings, ready: Callable[[Gateway], object] | None = None) -> None:
-    """Serve until SIGTERM or CTRL-C. `ready` is called once the socket listens."""
+def run(settings: Settings, load: Callable[[], Settings]) -> None:
+    """Serve until SIGTERM or CTRL-C. SIGHUP asks `load` for the settings anew and brings the replicas to them."""
     configure(settings.log)
     for line in settings.warnings():
         log.warning(line)
     loop_factory = uvicorn.Config("", loop="uvloop").get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(serve(settings, ready))
+        runner.run(_serve(settings, load))
 
 
-async def serve(settings: Settings, ready: Callable[[Gateway], object] | None = None) -> None:
-    """As `run`, inside a loop."""
+async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
     gateway = Gateway(settings)
-    server = Server(gateway)
+    log.info("run", run=gateway.run, ledger=str(gateway.ledger.file), profile=settings.profile)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, gateway, load)
     async with gateway.running():
-        await server.listen(ready)
+        await Server(gateway).listen()
+
+
+def _reload(gateway: Gateway, load: Callable[[], Settings]) -> None:
+    try:
+        then = load()
+    except InvalidSettings as error:
+        log.error("not reloaded: the configuration is wrong", faults=error.lines)
+        return
+    waiting = gateway.changes.reload(gateway.settings, then)
+    log.info("reloaded")
+    if waiting:
+        log.warning("these settings changed too and need a restart", keys=waiting)
 
 
 class Server(uvicorn.Server):

@@ -1,0 +1,64 @@
+"""Changes of the fleet while it serves: each is logged, written into the ledger, and known to the probes at once."""
+
+from __future__ import annotations
+
+import structlog
+
+from gateway.core.errors import StoreFault
+from gateway.fleet import Fleet, Pool, Replica
+from gateway.health import Health
+from gateway.ledger.writer import Ledger
+from gateway.settings import Replica as ReplicaSettings
+from gateway.settings import Settings
+
+log = structlog.get_logger("detgate.fleet")
+
+
+class Changes:
+    """Adds, drains and removes replicas."""
+
+    def __init__(self, run: str, fleet: Fleet, health: Health, ledger: Ledger) -> None:
+        self._run = run
+        self._fleet = fleet
+        self._health = health
+        self._ledger = ledger
+
+    def add(self, pool: Pool, settings: ReplicaSettings) -> Replica:
+        """Take a replica in."""
+        return self._done("added", pool, pool.add(settings))
+
+    def drain(self, pool: Pool, name: str) -> Replica:
+        """Send a replica nothing more."""
+        return self._done("draining", pool, pool.drain(name))
+
+    def remove(self, pool: Pool, name: str) -> Replica:
+        """Take a replica out."""
+        return self._done("removed", pool, pool.remove(name))
+
+    def reload(self, now: Settings, then: Settings) -> list[str]:
+        """Bring the replicas of `now` to those of `then`. Gives the keys that differ but need a restart."""
+        for wanted in then.pools:
+            pool = self._fleet.pools.get(wanted.name)
+            if pool is not None:
+                self._match(pool, {replica.name: replica for replica in wanted.replicas})
+        ours = now.model_dump(exclude={"pools": {"__all__": {"replicas"}}})
+        theirs = then.model_dump(exclude={"pools": {"__all__": {"replicas"}}})
+        return sorted(key for key in ours if ours[key] != theirs[key])
+
+    def _match(self, pool: Pool, wanted: dict[str, ReplicaSettings]) -> None:
+        for name, replica in list(pool.replicas.items()):
+            if name not in wanted or wanted[name].url != replica.url:
+                self.remove(pool, name)
+        for name, settings in wanted.items():
+            if name not in pool.replicas:
+                self.add(pool, settings)
+
+    def _done(self, what: str, pool: Pool, replica: Replica) -> Replica:
+        self._health.sync()
+        log.info("fleet changed", change=what, pool=pool.name, replica=replica.name)
+        record = {"event": "fleet", "run": self._run, "change": what, "pool": pool.name, "replica": replica.name}
+        try:
+            self._ledger.opened(record | {"replicas": [n for n, r in pool.replicas.items() if not r.draining]})
+        except StoreFault:
+            log.error("a change of the fleet could not be recorded", change=what, replica=replica.name)
+        return replica
