@@ -54,7 +54,7 @@ async def _whole(ask: Ask, dialect: Dialect, id: str, run: Run, tool: Tool | Non
             "message": message(dialect, found, tool),
             "logprobs": _logprobs(ask.fields, dialect, found.pieces),
             "finish_reason": finish(ask.fields, dialect, found.pieces[-1], tool),
-            **dialect.chat_ending(ask, job, found),
+            **dialect.chat_ending(ask, job, found, called=tool is not None),
         }
         for job, found in zip(run.generations, answers, strict=True)
     ]
@@ -116,28 +116,23 @@ class _Chunks:
 
     def _text(self, place: int, piece: Piece) -> list[Event]:
         apart = self._dialect.finish_apart
-        if apart and not piece.text and self._tool is None:
+        if apart and not piece.text and self._tool is None and not self._ask.fields.flag("logprobs"):
             return []
         shown = Piece(piece.token, piece.text, piece.logprob, piece.top) if apart else piece
         last = not apart and len(self._ended) == len(self._run.generations)
         closing = last and not wants_usage(self._ask)
-        tail = self._dialect.chunk_tail(self._ask, chat=True, last=closing)
+        tail = self._dialect.chunk_tail(self._ask, chat=self._tool is None, last=closing)
         if self._tool is None:
-            delta = self._dialect.delta(content=piece.text)
+            told = {} if apart and not piece.text else {"content": piece.text}
+            delta = self._dialect.delta(**told)
             return [data(self._chunk(place, delta, shown, tail), tokens=1, tail=last)]
         opening = [] if place in self._called else [self._call(place, self._tool)]
-        function = {"arguments": self._arguments(place, piece, self._tool)}
-        delta = self._dialect.delta(tool_calls=[{"index": 0, "function": function}])
+        delta = self._dialect.tool_delta(self._arguments(place, piece, self._tool))
         return [*opening, data(self._chunk(place, delta, shown, tail), tokens=1, tail=last)]
 
     def _call(self, place: int, tool: Tool) -> Event:
-        call = {
-            "id": self._dialect.call_id(),
-            "type": "function",
-            "index": 0,
-            "function": {"name": tool.name},
-        }
-        return data(self._chunk(place, self._dialect.delta(tool_calls=[call]), Piece(None, ""), {}))
+        delta = self._dialect.tool_delta("", id=self._dialect.call_id(), name=tool.name)
+        return data(self._chunk(place, delta, Piece(None, ""), self._dialect.chunk_tail(self._ask, chat=False)))
 
     def _arguments(self, place: int, piece: Piece, tool: Tool) -> str:
         opening = "" if place in self._called else tool.opening

@@ -79,8 +79,12 @@ class Dialect(ABC):
         """A chat chunk's delta with these members."""
 
     @abstractmethod
-    def chat_ending(self, ask: Ask, job: Generation, answer: Answer) -> Object:
-        """The last members of a whole chat choice."""
+    def tool_delta(self, arguments: str, *, id: str | None = None, name: str | None = None) -> Object:
+        """A chat chunk's delta of a tool call: its opening, with the call's id and name, or more arguments."""
+
+    @abstractmethod
+    def chat_ending(self, ask: Ask, job: Generation, answer: Answer, *, called: bool) -> Object:
+        """The last members of a whole chat choice; `called`: it calls a tool."""
 
     @abstractmethod
     def text_ending(self, ask: Ask, answer: Answer) -> Object:

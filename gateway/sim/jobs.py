@@ -13,7 +13,6 @@ from gateway.sim.sampling import Noise, Sampling, choose
 
 _LOGIT_CHANGE = 0.2
 _SCORE_CHANGE = 1e-4
-_ABORTED_BY = "Abort by request"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class Generation(Job):
         self._emit(Piece(token, text, single(dict(logprobs)[token]), self._top(logprobs), finish))
 
     def abort(self) -> None:
-        self._end(Finish("abort", _ABORTED_BY))
+        self._end(Finish("abort"))
 
     def _logits(self, company: int) -> list[tuple[int, float]]:
         pairs = [*model.logits(self._state, self._last)]

@@ -132,7 +132,9 @@ def logits(state: int, last: int) -> Logits:
     for token, count in _AFTER.get(last, _AFTER[END]).items():
         found[token] = 2.0 + math.log(count)
     if last == _FULL_STOP:
-        found[END] = 2.5
+        found[END] = 3.5
+    else:
+        found.setdefault(_FULL_STOP, 1.0)
     return tuple((token, logit + 2 * unit(mix(state, token))) for token, logit in sorted(found.items()))
 
 

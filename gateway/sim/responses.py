@@ -8,6 +8,7 @@ from gateway.sim.dialect import Dialect, Object, begin, fresh
 from gateway.sim.fields import Fields, Refused
 from gateway.sim.jobs import Finish
 from gateway.sim.replies import Event, Reply, Stream, answer, named
+from gateway.sim.response_shapes import State, sglang_response, vllm_response
 from gateway.sim.runs import Run
 from gateway.sim.templates import Tool, chat_prompt, forced_tool
 
@@ -68,9 +69,11 @@ class _Response:
         self._listed = listed
         self._run = run
         self._tool = tool
-        self._item = f"fc_{fresh(16)}" if tool else f"msg_{fresh(16)}"
-        self._call = f"call_{fresh(16)}"
-        self._id = f"resp_{fresh(16)}"
+        self._vllm = ask.settings.engine == "vllm"
+        digits = 16 if self._vllm else 32
+        self._item = f"fc_{fresh(digits)}" if tool else f"msg_{fresh(digits)}"
+        self._call = f"call_{fresh(digits)}"
+        self._id = f"resp_{fresh(digits)}"
         self._number = -1
 
     async def events(self) -> AsyncIterator[Event]:
@@ -81,7 +84,7 @@ class _Response:
         place: Object = {"item_id": self._item, "output_index": 0}
         if self._tool is None:
             place["content_index"] = 0
-            part = {**_part(""), "logprobs": []}
+            part = {**_part(""), "logprobs": [] if self._vllm else None}
             yield self._event("response.content_part.added", part=part, **place)
         text = ""
         finish = Finish("abort")
@@ -122,7 +125,8 @@ class _Response:
             events = [self._event(kind, tail=True, arguments=arguments, name=self._tool.name, **place)]
         events.append(self._event("response.output_item.done", tail=True, item=output, output_index=0))
         response = self.ended(text, finish)
-        return [*events, self._event("response.completed", tail=True, response=response)]
+        ending = "completed" if self._vllm else response["status"]
+        return [*events, self._event(f"response.{ending}", tail=True, response=response)]
 
     def _event(self, kind: str, *, tokens: int = 0, tail: bool = False, **members: Any) -> Event:
         self._number += 1
@@ -136,36 +140,13 @@ class _Response:
             return {**call, "arguments": arguments, "type": "function_call", "status": status}
         content = [_part(text)] if status == "completed" else []
         item: Object = {"id": self._item, "content": content, "role": "assistant", "status": status}
-        return {**item, "type": "message", "phase": None}
+        return {**item, "type": "message", "phase": None if self._vllm else "final_answer"}
 
     def _object(self, status: str, output: list[Object], finish: Finish | None) -> Object:
-        fields, job = self._ask.fields, self._run.generations[0]
-        cut = {"length": {"reason": "max_output_tokens"}, "abort": {"reason": "abort"}}
-        tools = fields.get("tools") or []
-        body: Object = {"id": self._id, "created_at": self._ask.created}
-        body["incomplete_details"] = cut.get(finish.reason) if finish else None
-        body |= {"instructions": fields.get("instructions"), "metadata": fields.get("metadata")}
-        body |= {"model": self._ask.settings.model, "object": "response", "output": output}
-        body |= {"parallel_tool_calls": True, "temperature": job.sampling.temperature}
-        body |= {"tool_choice": fields.get("tool_choice") or ("auto" if tools else "none"), "tools": tools}
-        body |= {"top_p": job.sampling.top_p, "background": False, "max_output_tokens": job.budget}
-        body |= {"max_tool_calls": None, "previous_response_id": fields.get("previous_response_id")}
-        body |= {"prompt": None, "reasoning": None, "service_tier": "auto", "status": status, "text": None}
-        body |= {"top_logprobs": None, "truncation": "disabled"}
-        body["usage"] = None if finish is None else _usage(len(job.tokens), job.drawn, job.cached_tokens)
-        body |= {"user": fields.get("user"), "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        body |= {"kv_transfer_params": None, "ec_transfer_params": None}
-        return {**body, "input_messages": None, "output_messages": None}
+        state = State(self._id, status, output, finish)
+        shape = vllm_response if self._vllm else sglang_response
+        return shape(self._ask, self._run.generations[0], state)
 
 
 def _part(text: str) -> Object:
     return {"annotations": [], "text": text, "type": "output_text", "logprobs": None}
-
-
-def _usage(prompt: int, completion: int, cached: int) -> Object:
-    read: Object = {"cached_tokens": cached, "cache_write_tokens": 0}
-    read |= {"input_tokens_per_turn": [], "cached_tokens_per_turn": []}
-    written: Object = {"reasoning_tokens": 0, "tool_output_tokens": 0}
-    written |= {"output_tokens_per_turn": [], "tool_output_tokens_per_turn": []}
-    usage: Object = {"input_tokens": prompt, "input_tokens_details": read, "output_tokens": completion}
-    return {**usage, "output_tokens_details": written, "total_tokens": prompt + completion}

@@ -90,14 +90,19 @@ class Sglang(Dialect):
         return usage if chat else {name: count for name, count in usage.items() if count is not None}
 
     def message(self, content: str | None, calls: list[Object]) -> Object:
-        message: Object = {"role": "assistant", "content": content, "reasoning_content": None}
-        return {**message, "tool_calls": calls} if calls else message
+        message: Object = {"role": "assistant", "content": content or "", "reasoning_content": None}
+        return {**message, "tool_calls": [{"index": 0, **call} for call in calls]} if calls else message
 
     def delta(self, **members: Any) -> Object:
         return {"reasoning_content": None, **members}
 
-    def chat_ending(self, ask: Ask, job: Generation, answer: Answer) -> Object:
-        ending: Object = {"matched_stop": matched(answer.finish)}
+    def tool_delta(self, arguments: str, *, id: str | None = None, name: str | None = None) -> Object:
+        function = {"name": name, "arguments": arguments}
+        call = {"id": id, "index": 0, "type": "function", "function": function}
+        return {"role": None, "content": None, "reasoning_content": None, "tool_calls": [call]}
+
+    def chat_ending(self, ask: Ask, job: Generation, answer: Answer, *, called: bool) -> Object:
+        ending: Object = {"matched_stop": None if called else matched(answer.finish)}
         if ask.fields.flag("return_token_ids"):
             ending |= {"prompt_token_ids": answer.prompt, "response_token_ids": answer.tokens}
         if ask.fields.flag("return_meta_info"):
@@ -217,7 +222,7 @@ def finish_reason(finish: Finish | None, length: int) -> Object | None:
             return {"type": "stop", "matched": matched(finish)}
         case "length":
             return {"type": "length", "length": length}
-    return {"type": "abort", "message": finish.matched or "Aborted", "status_code": None, "err_type": None}
+    return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 
 
 def error_body(path: str, refused: Refused) -> Object:
@@ -236,7 +241,8 @@ def error_body(path: str, refused: Refused) -> Object:
     kind = "BadRequestError" if status < 500 else "InternalServerError"
     if path == "/v1/responses":
         kind = "invalid_request_error" if status < 500 else "server_error"
-        return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+        blamed = param if status == 404 else None
+        return {"error": {"message": message, "type": kind, "param": blamed, "code": status}}
     if path.startswith("/v1"):
         return {"object": "error", "message": message, "type": kind, "param": None, "code": status}
     return {"error": {"message": message}}

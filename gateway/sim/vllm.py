@@ -89,9 +89,15 @@ class Vllm(Dialect):
         return {**message, "reasoning": None}
 
     def delta(self, **members: Any) -> Object:
-        return {"content": None, **members} if "tool_calls" in members else members
+        return members
 
-    def chat_ending(self, ask: Ask, job: Generation, answer: Answer) -> Object:
+    def tool_delta(self, arguments: str, *, id: str | None = None, name: str | None = None) -> Object:
+        call: Object = {"index": 0, "function": {"arguments": arguments}}
+        if id is not None:
+            call = {"id": id, "type": "function", "index": 0, "function": {"name": name}}
+        return {"content": None, "tool_calls": [call]}
+
+    def chat_ending(self, ask: Ask, job: Generation, answer: Answer, *, called: bool) -> Object:
         ids = _wanted_ids(ask, answer.tokens)
         return {"stop_reason": answer.finish.matched, "token_ids": ids, "routed_experts": None}
 
