@@ -116,7 +116,7 @@ async def _whole(asking: Asking, sending: Sending) -> None:
     else:
         answer.observed = sse.observe(body, asking.api, asking.handling.kind)
     client.reply(status, asking.head(sending, headers), body)
-    answer.delivered = await client.flushed() and _answered(status, answer.observed)
+    answer.delivered = await client.flushed() and answered(status, answer.observed)
 
 
 async def _stream(asking: Asking, sending: Sending) -> None:
@@ -158,7 +158,7 @@ async def _stream(asking: Asking, sending: Sending) -> None:
         _break(asking, f"Replica {sending.replica.name} ended the stream before the answer was whole.")
         return
     client.end()
-    answer.delivered = await client.flushed() and _answered(exchange.status, observed)
+    answer.delivered = await client.flushed() and answered(exchange.status, observed)
 
 
 async def _merged(dispatcher: Dispatcher, asking: Asking) -> None:
@@ -270,7 +270,7 @@ class _Merger:
                 return
             client.write(last)
             client.end()
-        answer.delivered = await client.flushed() and _answered(answer.status, answer.observed)
+        answer.delivered = await client.flushed() and answered(answer.status, answer.observed)
 
     async def fail(self, error: BaseException) -> None:
         """One call failed: so does the request."""
@@ -305,7 +305,7 @@ def break_stream(client: Client, answer: Answer, fault: Fault, api: Api) -> None
     client.break_off()
 
 
-def _answered(status: int, observed: sse.Observed | None) -> bool:
+def answered(status: int, observed: sse.Observed | None) -> bool:
     """Whether an answer that reached the client answers the request, so that its index is used."""
     if status >= 400:
         return status in KEPT_ERRORS

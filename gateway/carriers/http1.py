@@ -88,9 +88,9 @@ class Client:
         head.append(b"content-length: %d\r\n\r\n" % len(body))
         head.append(body)
         self._head = None
-        self.started = True
         if self.disconnected:
             return
+        self.started = True
         self._protocol.transport.write(b"".join(head))
         self._finish()
 

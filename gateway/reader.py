@@ -1,0 +1,95 @@
+"""Reads a request: who asks, for what, of whom. Nothing is taken yet, so everything may still be refused."""
+
+from __future__ import annotations
+
+from gateway.core import identity, plan
+from gateway.core.document import Document, DuplicateField, Malformed
+from gateway.core.errors import Busy, CallerFault, WrongMethod
+from gateway.core.types import Handling, Request
+from gateway.fleet import Fleet, Pool
+from gateway.routes import READ_FIELDS
+from gateway.settings import Settings
+from gateway.work import Asked
+
+
+class Reader:
+    """What a request must be, under the settings in force."""
+
+    def __init__(self, settings: Settings, run: str, fleet: Fleet) -> None:
+        self._settings = settings
+        self._run = run
+        self._fleet = fleet
+        self._off = settings.profile == "off"
+        self._strict = settings.profile == "strict"
+
+    def read(self, request: Request, location: identity.Location) -> Asked:
+        """The request, found good. Raises `CallerFault`, or `Busy` where it is the fleet's fault."""
+        route = location.route
+        caller = identity.identify(location, request.fields, self._settings.index_order)
+        document = self._document(request)
+        named = request.fields.get(b"x-detgate-pool")
+        model = document.value.get("model")
+        pool, handling = self._fleet.find(
+            route, model if isinstance(model, str) else None, None if named is None else named.decode("latin-1")
+        )
+        if request.method not in handling.methods:
+            raise WrongMethod(f"{route} takes {' or '.join(handling.methods)}, not {request.method}.")
+        wish = plan.Wish()
+        if handling.kind in ("sample", "score") and not self._off:
+            self._admissible(caller, pool, handling, route)
+            wish = self._wish(handling, document)
+            pool.engine.check(route, document, pool.facts, wish.samples)
+        return Asked(request, caller, route, pool, handling, document, wish, caller.run or self._run)
+
+    def _document(self, request: Request) -> Document:
+        if not request.body and request.method != "POST":
+            return Document(b"{}")
+        try:
+            return Document(request.body)
+        except Malformed as error:
+            if self._off:
+                return Document.opaque(request.body)
+            raise CallerFault(str(error), code="invalid_json") from None
+
+    def _admissible(self, caller: identity.Caller, pool: Pool, handling: Handling, route: str) -> None:
+        if self._settings.sessions.required and not caller.named:
+            raise CallerFault(
+                "This gateway takes no request without a session: send X-Session-ID, or use /sessions/{id}/….",
+                code="session_required",
+                param="X-Session-ID",
+            )
+        if not self._strict:
+            return
+        if caller.random_session and not self._settings.sessions.allow_random:
+            raise CallerFault(
+                "This session id holds a random id, so no other run could repeat it. Send the session's logical name "
+                "in X-Detgate-Identity, or set sessions.allow_random.",
+                code="random_session",
+                param="X-Session-ID",
+            )
+        if handling.kind == "sample" and handling.seed is None:
+            raise CallerFault(
+                f"{route} takes no seed on this engine, so its answers cannot repeat. Use /v1/chat/completions, or "
+                "profile balanced, which serves it without the promise.",
+                code="unseeded_route",
+            )
+        if (against := pool.contradicts) is not None:
+            raise Busy(
+                f"Pool {pool.name} cannot keep the promise: {against}. Mend it, or use profile balanced.",
+                code="not_deterministic",
+                retry_after=10,
+            )
+
+    def _wish(self, handling: Handling, document: Document) -> plan.Wish:
+        try:
+            document.check_unique(READ_FIELDS)
+        except DuplicateField as error:
+            raise CallerFault(str(error), code="duplicate_field", param=error.field) from None
+        wish = plan.read_wish(handling, document)
+        if wish.seed is not None and self._settings.client_seed == "reject":
+            raise CallerFault(
+                "This gateway gives the seeds itself (client_seed: reject). Send none.",
+                code="client_seed_rejected",
+                param="seed",
+            )
+        return wish

@@ -1,0 +1,181 @@
+"""The end of a request: its index is settled, the ledger told, the numbers counted."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from gateway.answers import answered
+from gateway.core import plan
+from gateway.core.errors import StoreFault, UpstreamFault
+from gateway.ledger.writer import Ledger
+from gateway.settings import Settings
+from gateway.stores import Store
+from gateway.telemetry import Telemetry
+from gateway.work import Asked, Work
+
+log = structlog.get_logger("detgate.request")
+
+
+class Record:
+    """Tells ledger, metrics and log of every request."""
+
+    def __init__(self, settings: Settings, store: Store, ledger: Ledger, telemetry: Telemetry) -> None:
+        self._settings = settings
+        self._store = store
+        self._ledger = ledger
+        self._telemetry = telemetry
+        self._debug = settings.log.level == "debug"
+
+    def opened(self, work: Work, asked: Asked, decided: plan.Plan) -> None:
+        """Write what was claimed and decided. Raises `LedgerFault`: then the request must not go on."""
+        assert work.claim is not None
+        assert work.scope is not None
+        assert work.ask is not None
+        caller = asked.caller
+        self._ledger.opened(
+            {
+                "event": "opened",
+                "run": work.scope.run,
+                "epoch": self._store.epoch,
+                "session": work.scope.session,
+                "identity": work.scope.identity,
+                "index": decided.index,
+                "order": work.ask.kind,
+                "digest": work.ask.raw.hex(),
+                "content": work.ask.content,
+                "key": caller.key,
+                "seed": decided.seed,
+                "seed_source": decided.seed_source,
+                "scheme": self._settings.scheme,
+                "request_id": decided.request_id,
+                "route": asked.route,
+                "pool": asked.pool.name,
+                "flags": work.claim.flags,
+            }
+        )
+
+    async def complete(self, work: Work) -> None:
+        """The answer has ended: the request races no more."""
+        if work.claim is not None and work.scope is not None and not work.completed:
+            work.completed = True
+            work.raced = await self._store.complete(work.scope, work.claim.index)
+
+    async def closed(self, work: Work, *, started: bool) -> None:
+        """The request is over. `started`: bytes of an answer had reached the client."""
+        asked, job, answer = work.asked, work.job, work.answer
+        now = asyncio.get_running_loop().time()
+        if work.claim is not None and work.scope is not None:
+            used = answer.delivered or (started and _good_so_far(work))
+            await self.complete(work)
+            await self._store.settle(work.scope, work.claim.index, used=used)
+            if work.plan is not None:
+                self._close_record(work, used, now)
+        self._count(work)
+        pool = asked.pool.name if asked is not None else ""
+        route = asked.route if asked is not None else "unknown"
+        self._telemetry.requests.add(pool, route, str(answer.status or 499))
+        self._telemetry.total.observe(now - work.since)
+        if answer.first_byte_at:
+            self._telemetry.first_byte.observe(answer.first_byte_at - work.since)
+        if self._debug:
+            self._log(work, route, now)
+        if job is not None and answer.complete_at:
+            before = job.sent_at - work.since - job.lane_wait
+            self._telemetry.overhead.observe(max(0.0, before + now - answer.complete_at))
+
+    def _log(self, work: Work, route: str, now: float) -> None:
+        """One line a request, at DEBUG."""
+        asked, decided, job, answer = work.asked, work.plan, work.job, work.answer
+        caller = asked.caller if asked is not None else None
+        log.debug(
+            "request",
+            route=route,
+            run=asked.run if asked is not None else None,
+            session=caller.session if caller is not None else None,
+            identity=work.scope.identity if work.scope is not None else None,
+            member=caller.member if caller is not None else None,
+            index=decided.index if decided is not None else None,
+            seed=decided.seed if decided is not None else None,
+            request_id=decided.request_id if decided is not None else None,
+            replica=job.replicas[-1] if job is not None and job.replicas else None,
+            attempts=job.attempts if job is not None else 0,
+            lane=job.pool.lanes.scope if job is not None else None,
+            lane_wait=job.lane_wait if job is not None else 0.0,
+            weight_version=answer.observed.weight_version if answer.observed is not None else None,
+            mode=self._settings.profile,
+            status=answer.status or None,
+            outcome=_outcome(work),
+            seconds=round(now - work.since, 6),
+        )
+
+    def _error(self, work: Work) -> str | None:
+        """What went wrong: the code of a refusal, or the words of what broke a stream."""
+        if work.fault is not None and work.answer.error is None:
+            return work.fault.code
+        return work.answer.error or (work.answer.observed.error if work.answer.observed else None)
+
+    def _close_record(self, work: Work, used: bool, now: float) -> None:
+        assert work.scope is not None
+        assert work.plan is not None
+        answer, job = work.answer, work.job
+        observed = answer.observed
+        try:
+            self._ledger.closed(
+                {
+                    "event": "closed",
+                    "run": work.scope.run,
+                    "session": work.scope.session,
+                    "identity": work.scope.identity,
+                    "index": work.plan.index,
+                    "outcome": _outcome(work),
+                    "used": used,
+                    "racing": work.raced,
+                    "status": answer.status or None,
+                    "error": self._error(work),
+                    "replica": job.replicas[-1] if job is not None and job.replicas else None,
+                    "replicas": job.replicas if job is not None else [],
+                    "attempt": job.attempts if job is not None else 0,
+                    "flags": job.flags if job is not None else [],
+                    "sticky": job is not None and job.sticky,
+                    "lane_wait": job.lane_wait if job is not None else 0.0,
+                    "finish_reasons": observed.finish_reasons if observed is not None else None,
+                    "usage": observed.usage if observed is not None else None,
+                    "answer": observed.content if observed is not None else None,
+                    "weight_version": observed.weight_version if observed is not None else None,
+                    "first_byte_seconds": answer.first_byte_at - work.since if answer.first_byte_at else None,
+                    "seconds": now - work.since,
+                }
+            )
+        except StoreFault:
+            self._telemetry.ledger_errors.add()
+
+    def _count(self, work: Work) -> None:
+        if work.claim is None or work.asked is None:
+            return
+        if work.asked.handling.kind == "sample" and work.asked.handling.seed is None:
+            self._telemetry.unseeded.add(work.asked.route)
+        if work.raced or "racing" in work.claim.flags:
+            self._telemetry.racing.add()
+        if work.claim.reused:
+            self._telemetry.reused.add()
+
+
+def _outcome(work: Work) -> str:
+    answer = work.answer
+    if answer.delivered:
+        return "delivered"
+    if work.fault is not None:
+        return "failed" if isinstance(work.fault, UpstreamFault | StoreFault) else "refused"
+    if answer.error is not None or answer.observed is not None:
+        return "failed"
+    return "abandoned"
+
+
+def _good_so_far(work: Work) -> bool:
+    """What reached a client that then left was part of a good answer, so its index is used."""
+    answer = work.answer
+    return (
+        work.fault is None and answer.error is None and answer.status > 0 and answered(answer.status, answer.observed)
+    )

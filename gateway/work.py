@@ -1,0 +1,48 @@
+"""What is known of a request on its way: as it was asked, and as it goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gateway.answers import Answer
+from gateway.core import identity, plan
+from gateway.core.document import Document
+from gateway.core.errors import Fault
+from gateway.core.indexing import Ask, Claim
+from gateway.core.types import Api, Handling, Request
+from gateway.fleet import Pool
+from gateway.sending import Job
+from gateway.stores import ScopeKey
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request that was read and found good, before anything is taken for it."""
+
+    request: Request
+    caller: identity.Caller
+    route: str
+    pool: Pool
+    handling: Handling
+    document: Document
+    wish: plan.Wish
+    run: str
+
+
+@dataclass(slots=True)
+class Work:
+    """What is known of a request while it runs, and what the record says of it at the end."""
+
+    since: float
+    api: Api = "openai"
+    asked: Asked | None = None
+    claim: Claim | None = None
+    plan: plan.Plan | None = None
+    job: Job | None = None
+    scope: ScopeKey | None = None
+    ask: Ask | None = None
+    raced: bool = False
+    """Another request raced with this one, as its end has shown."""
+    completed: bool = False
+    answer: Answer = field(default_factory=Answer)
+    fault: Fault | None = None
