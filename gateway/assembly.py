@@ -44,15 +44,21 @@ class Gateway:
         self.head_seconds = settings.timeouts.head
         self.body_seconds = settings.timeouts.body
         self.write_seconds = settings.timeouts.client_write
-        self.draining = False
         self.owns = self.pipeline.owns
         self.serve = self.pipeline.serve
         self._gauges()
 
     @property
+    def draining(self) -> bool:
+        """No request is taken any more."""
+        return self.pipeline.draining
+
+    @property
     def application(self) -> Application:
         """The whole gateway for any ASGI server."""
-        rest: Any = control.build(self.settings, self.run, self.fleet, self.telemetry, self.changes)
+        rest: Any = control.build(
+            self.settings, self.run, self.fleet, self.telemetry, self.changes, lambda: self.draining
+        )
         return DataPlane(self, rest)
 
     @asynccontextmanager

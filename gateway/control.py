@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -21,7 +22,9 @@ from gateway.telemetry import Telemetry
 EXPOSITION = "text/plain; version=1.0.0; charset=utf-8"
 
 
-def build(settings: Settings, run: str, fleet: Fleet, telemetry: Telemetry, changes: Changes) -> FastAPI:
+def build(
+    settings: Settings, run: str, fleet: Fleet, telemetry: Telemetry, changes: Changes, draining: Callable[[], bool]
+) -> FastAPI:
     """The application. What it shows is read when it is asked for."""
     app = FastAPI(title="detgate", version=__version__, docs_url=None, redoc_url=None)
     _errors(app)
@@ -40,7 +43,9 @@ def build(settings: Settings, run: str, fleet: Fleet, telemetry: Telemetry, chan
         probed = all(replica.state != "unknown" for each in asked for replica in each.replicas.values())
         if not probed:
             why_not.insert(0, "not every replica was probed yet")
-        ready = probed and len(why_not) < len(asked)
+        ready = probed and len(why_not) < len(asked) and not draining()
+        if draining():
+            why_not.insert(0, "shutting down")
         told = {
             "status": "ready" if ready else "not ready",
             "why": why_not,

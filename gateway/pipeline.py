@@ -56,6 +56,9 @@ class Pipeline:
         self._reader = Reader(settings, run, fleet)
         self._record = Record(settings, store, ledger, telemetry)
         self._statement = Statement(settings)
+        self.draining = False
+        self.drained = asyncio.Event()
+        self._serving = 0
         self._off = settings.profile == "off"
         self._scheme = schemes.load(settings.scheme)
         self._strict = settings.profile == "strict"
@@ -64,10 +67,27 @@ class Pipeline:
         """Whether a request path belongs to the data plane."""
         return path in API_OF or is_data_plane(identity.locate(path).route)
 
+    def drain(self) -> None:
+        """Take no more requests: `drained` is set when those that were taken have ended."""
+        self.draining = True
+        if not self._serving:
+            self.drained.set()
+
     async def serve(self, request: Request, client: Client) -> None:
         """Answer one request, whatever happens."""
+        self._serving += 1
+        try:
+            await self._walk(request, client)
+        finally:
+            self._serving -= 1
+            if self.draining and not self._serving:
+                self.drained.set()
+
+    async def _walk(self, request: Request, client: Client) -> None:
         work = Work(asyncio.get_running_loop().time())
         try:
+            if self.draining:
+                raise Busy("The gateway is shutting down. Ask another, or ask again later.", code="shutting_down")
             location = identity.locate(request.path)
             work.api = API_OF.get(location.route, "openai")
             self._keys.check(request.fields)
@@ -83,7 +103,9 @@ class Pipeline:
             self._refuse(work, client, fault)
         except asyncio.CancelledError:
             if not client.disconnected:
-                self._refuse(work, client, Busy("The gateway is shutting down. Ask again.", code="shutting_down"))
+                self._refuse(
+                    work, client, Busy("The gateway shut down before the answer was whole.", code="shutting_down")
+                )
             raise
         except Exception:
             log.exception("request failed", path=request.path)
@@ -140,10 +162,10 @@ class Pipeline:
         request, pool, caller = asked.request, asked.pool, asked.caller
         query = f"?{request.query}" if request.query else ""
         request_id = decided.request_id
-        if not request_id:
-            key = canonical.raw(asked.route, asked.document.raw).hex()
-        else:
-            key = request_id if pool.routing.key == "request" else caller.identity
+        key = request_id or canonical.raw(asked.route, asked.document.raw).hex()
+        by_session = bool(request_id) and caller.named and pool.routing.key == "session"
+        if by_session:
+            key = caller.identity
         return Job(
             pool=pool,
             handling=asked.handling,
@@ -157,6 +179,7 @@ class Pipeline:
             place=(decided.index, decided.identity),
             client_id=_client_id(asked.document),
             flags=self._statement.reasons(work, asked),
+            follows=by_session and not pool.stable,
         )
 
     async def _forward(self, work: Work, asked: Asked, decided: plan.Plan, job: Job, client: Client) -> None:

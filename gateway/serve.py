@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -73,7 +74,7 @@ class Server(uvicorn.Server):
                 headers=[("server", "detgate")],
                 backlog=8192,
                 timeout_keep_alive=int(timeouts.keep_alive),
-                timeout_graceful_shutdown=int(timeouts.drain) + 5,
+                timeout_graceful_shutdown=5,
             )
         )
         self._ready: Callable[[Gateway], object] | None = None
@@ -104,17 +105,21 @@ class Server(uvicorn.Server):
         return port
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.gateway.draining = True
-        loop = asyncio.get_running_loop()
-        deadline = loop.call_later(self.gateway.settings.timeouts.drain, self._give_up)
+        """Refuse new requests with 503 while those under way end, for a bounded time; then stop listening."""
+        pipeline = self.gateway.pipeline
+        pipeline.drain()
         try:
-            await super().shutdown(sockets)
-        finally:
-            deadline.cancel()
-
-    def _give_up(self) -> None:
+            async with asyncio.timeout(self.gateway.settings.timeouts.drain):
+                while not (pipeline.drained.is_set() or self.force_exit):
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(pipeline.drained.wait(), 0.1)
+        except TimeoutError:
+            log.warning(
+                "requests outlived timeouts.drain and end as errors", seconds=self.gateway.settings.timeouts.drain
+            )
         for connection in self._carriers():
             connection.give_up()
+        await super().shutdown(sockets)
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()

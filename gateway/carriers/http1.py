@@ -47,6 +47,8 @@ class Plane(Protocol):
     body_seconds: float
     write_seconds: float
 
+    @property
+    def draining(self) -> bool: ...
     def owns(self, path: str) -> bool: ...
     async def serve(self, request: Request, client: Any) -> None: ...
 
@@ -240,7 +242,8 @@ class Carrier(HttpToolsProtocol):
         self.version = self.parser.get_http_version()
         fields = dict(self.headers)
         request = Request(self.parser.get_method().decode("ascii"), path, query, self.headers, fields, b"")
-        client = Client(self, request, self.parser.should_keep_alive(), self.expect_100_continue)
+        keep_alive = self.parser.should_keep_alive() and not self.plane.draining
+        client = Client(self, request, keep_alive, self.expect_100_continue)
         declared = int(fields.get(b"content-length", b"0") or b"0")
         if declared > self.plane.body_bytes:
             client.refusal = self._too_large()
