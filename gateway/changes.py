@@ -33,7 +33,9 @@ class Changes:
 
     def remove(self, pool: Pool, name: str) -> Replica:
         """Take a replica out."""
-        return self._done("removed", pool, pool.remove(name))
+        replica = pool.remove(name)
+        self._fleet.learnt()
+        return self._done("removed", pool, replica)
 
     def reload(self, now: Settings, then: Settings) -> list[str]:
         """Bring the replicas of `now` to those of `then`. Gives the keys that differ but need a restart."""

@@ -117,14 +117,9 @@ class Pool:
         return self.routing.slack == math.inf
 
     @property
-    def sticky(self) -> bool:
-        """Whether a session keeps the replica that it was first sent to."""
-        return self.routing.key == "session" and not self.stable
-
-    @property
     def fixed_home(self) -> bool:
         """Whether a request goes to its home or nowhere."""
-        return self.routing.slack == math.inf and self.routing.on_home_down != "next"
+        return self.stable and self.routing.on_home_down != "next"
 
     @property
     def contradicts(self) -> str | None:
@@ -150,14 +145,12 @@ class Pool:
         )
 
     def elsewhere(self, avoid: Iterable[str]) -> bool:
-        """Whether a broken request may be sent again, and where: to its home, or to a replica not tried yet."""
-        if self.fixed_home:
-            return True
-        return any(replica.usable and replica.name not in avoid for replica in self.replicas.values())
+        """Whether a broken request may be sent again: to its home, or to a replica not tried yet."""
+        return self.fixed_home or self.has_other(avoid)
 
-    def has_other(self, replica: Replica) -> bool:
-        """Whether a request that `replica` refused may go to another."""
-        return not self.fixed_home and any(r.usable and r is not replica for r in self.replicas.values())
+    def has_other(self, avoid: Iterable[str]) -> bool:
+        """Whether a request may go to a replica not tried yet."""
+        return not self.fixed_home and any(r.usable and r.name not in avoid for r in self.replicas.values())
 
     def why_down(self) -> str:
         """Each replica and what keeps it from serving, for an error's text."""
@@ -166,16 +159,18 @@ class Pool:
             for replica in self.replicas.values()
         )
 
-    def first(self, key: str) -> str | None:
-        """The replica that a session was first sent to."""
+    def kept(self, key: str) -> Replica | None:
+        """The replica that a session was first sent to; None where it has none yet, or that one is gone."""
         name = self._firsts.get(key)
-        if name is not None:
-            self._firsts.move_to_end(key)
-        return name
+        if name is None:
+            return None
+        self._firsts.move_to_end(key)
+        replica = self.replicas.get(name)
+        return replica if replica is not None and replica.usable else None
 
-    def keep_first(self, key: str, name: str) -> None:
+    def keep(self, key: str, replica: Replica) -> None:
         """Note where a session was first sent to."""
-        self._firsts[key] = name
+        self._firsts[key] = replica.name
         if len(self._firsts) > SESSIONS_KEPT:
             self._firsts.popitem(last=False)
 
@@ -195,11 +190,13 @@ class Pool:
         names = [name for name, replica in self.replicas.items() if not replica.draining]
         if not names:
             raise Busy(f"Every replica of pool {self.name} is drained.", code="no_healthy_replica", retry_after=2)
-        return self.replicas[routing.rank(key, names)[0]]
+        return self.replicas[routing.best(key, names)]
 
     def add(self, settings: ReplicaSettings) -> Replica:
-        """Take a replica in. It gets requests once it answers its probes."""
+        """Take a replica in. It gets requests once it answers its probes; who waits for a home may have another now."""
         replica = self.replicas[settings.name] = Replica(settings, self.settings, self._everything)
+        for each in self.replicas.values():
+            each.tell()
         return replica
 
     def drain(self, name: str) -> Replica:
@@ -214,16 +211,12 @@ class Pool:
         replica = self.drain(name)
         del self.replicas[name]
         replica.connections.close()
-        self.learn()
         return replica
 
-    def candidates(self, without: Iterable[str] = ()) -> list[Replica]:
-        """Usable replicas whose load is within `slack` of the least."""
-        usable = [r for r in self.replicas.values() if r.usable and r.name not in without]
-        if len(usable) < 2:
-            return usable
-        most = min([replica.load for replica in usable]) + self.routing.slack
-        return [replica for replica in usable if replica.load <= most]
+    def choose(self, key: str, without: Iterable[str] = ()) -> Replica | None:
+        """The usable replica that the rule gives for `key`; None where all are down, drained or in `without`."""
+        loads = {name: r.load for name, r in self.replicas.items() if r.usable and name not in without}
+        return self.replicas[routing.choose(key, loads, self.routing.slack)] if loads else None
 
 
 class Fleet:
@@ -231,7 +224,8 @@ class Fleet:
 
     def __init__(self, settings: Settings) -> None:
         self.pools = {pool.name: Pool(pool, settings) for pool in settings.pools}
-        self._found: dict[tuple[str, str | None, str | None], tuple[Pool, Handling]] = {}
+        self._found: dict[tuple[str, str | None], tuple[Pool, Handling]] = {}
+        """Bounded by the models served: a named pool takes any model, so what is found there is not kept."""
 
     def __iter__(self) -> Iterator[Pool]:
         return iter(self.pools.values())
@@ -250,13 +244,15 @@ class Fleet:
 
         Raises `NotFound` for a route that no pool has, `ModelNotFound`, `CallerFault` where several fit or none.
         """
-        if (found := self._found.get((route, model, named))) is not None:
+        if named is not None:
+            return self._find(route, model, named)
+        if (found := self._found.get((route, model))) is not None:
             return found
-        found = self._found[route, model, named] = self._find(route, model, named)
+        found = self._found[route, model] = self._find(route, model, None)
         return found
 
     def learnt(self) -> None:
-        """A replica said which models it serves."""
+        """What the replicas say that they are and serve is another now."""
         self._found.clear()
         for pool in self:
             pool.learn()
@@ -276,7 +272,7 @@ class Fleet:
                 raise NotFound(f"There is no route {route} here.", code="route_not_found")
             where = f"Pool {named}" if named is not None else "No pool"
             raise CallerFault(f"{where} cannot serve {route}: another engine or role is needed.", code="no_pool")
-        if model is not None and (named is None or len(fitting) > 1):
+        if model is not None and named is None:
             fitting = _serving(fitting, model)
         if len(fitting) > 1:
             raise CallerFault(

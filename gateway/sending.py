@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.core import exposition, ids, routing
+from gateway.core import exposition, ids
 from gateway.core.digits import natural
 from gateway.core.document import Set
 from gateway.core.errors import Busy, UpstreamFault, UpstreamTimeout
@@ -56,8 +56,10 @@ class Job:
     """The id that the client gave the request in its body: an abort may name it."""
     flags: list[str] = field(default_factory=list)
     """Reasons for X-Detgate-Guarantee that came up on the way."""
+    follows: bool = False
+    """Goes where its session was first sent to, while that replica is there."""
     sticky: bool = False
-    """Went where its session was first sent to, not where the rule would send it now."""
+    """Went where its session was first sent to: the rule was not asked."""
     attempts: int = 0
     replicas: list[str] = field(default_factory=list)
     """Replica of each attempt, in order."""
@@ -207,7 +209,8 @@ class Dispatcher:
             sending = self._occupy(job, call, replica)
             try:
                 await self._admit(job, sending)
-                answered = await self._attempt(job, call, sending, last=attempts >= self._attempts, fresh=fresh)
+                last = attempts >= self._attempts
+                answered = await self._attempt(job, call, sending, avoid, last=last, fresh=fresh)
             except Broken as error:
                 self._count(sending, "connect" if error.phase == "connect" else "broken")
                 sending.end()
@@ -235,26 +238,29 @@ class Dispatcher:
 
     # --- route
     async def _route(self, job: Job, avoid: set[str]) -> Replica:
-        pool = job.pool
-        if pool.fixed_home:
+        if job.pool.fixed_home:
             return await self._to_home(job)
-        if pool.sticky and (first := pool.first(job.key)) is not None:
-            kept = pool.replicas.get(first)
-            if kept is not None and kept.usable and first not in avoid:
-                job.sticky = True
-                return kept
-        candidates = pool.candidates(avoid)
-        if not candidates:
+        return self._follow(job, avoid) if job.follows else self._by_rule(job, avoid)
+
+    def _by_rule(self, job: Job, avoid: set[str]) -> Replica:
+        pool = job.pool
+        replica = pool.choose(job.key, avoid)
+        if replica is None:
             raise Busy(
                 f"No replica of pool {pool.name} is up. {pool.why_down()}", code="no_healthy_replica", retry_after=2
             )
-        replica = candidates[0]
-        if len(candidates) > 1:
-            replica = max(candidates, key=lambda replica: (routing.score(job.key, replica.name), replica.name))
-        if pool.sticky:
-            pool.keep_first(job.key, replica.name)
         if pool.stable and "home-down" not in job.flags and replica is not pool.home(job.key):
             job.flags.append("home-down")
+        return replica
+
+    def _follow(self, job: Job, avoid: set[str]) -> Replica:
+        kept = job.pool.kept(job.key)
+        job.sticky = kept is not None and kept.name not in avoid
+        if kept is not None and job.sticky:
+            return kept
+        replica = self._by_rule(job, avoid)
+        if kept is None:
+            job.pool.keep(job.key, replica)
         return replica
 
     async def _to_home(self, job: Job) -> Replica:
@@ -307,7 +313,9 @@ class Dispatcher:
             job.flags.append("lane-uncertain")
 
     # --- forward
-    async def _attempt(self, job: Job, call: Call, sending: Sending, *, last: bool, fresh: bool) -> bool:
+    async def _attempt(
+        self, job: Job, call: Call, sending: Sending, avoid: set[str], *, last: bool, fresh: bool
+    ) -> bool:
         """Send once and wait for what may be passed on. False: 503, and another replica may be asked."""
         replica, handling = sending.replica, job.handling
         edits = [*call.edits, *seed_edits(handling, call)] if job.request_id else []
@@ -323,7 +331,7 @@ class Dispatcher:
         exchange = sending.sent = await replica.connections.send(b"".join(head), body, fresh=fresh)
         job.sent_at = asyncio.get_running_loop().time()
         await exchange.head()
-        if exchange.status == 503 and not last and job.pool.has_other(replica):
+        if exchange.status == 503 and not last and job.pool.has_other(avoid | {replica.name}):
             return False
         if is_stream(exchange.headers):
             await exchange.begun()

@@ -2,49 +2,47 @@
 
 Every replica has a rendezvous score for every key: the highest among the candidates wins, so a replica that comes or
 goes moves only the keys it wins or won (Thaler and Ravishankar, "Using name-based mappings to increase hit rates",
-IEEE/ACM Transactions on Networking 6(1), 1998).
+IEEE/ACM Transactions on Networking 6(1), 1998). The order of failover is the same rule asked again without those that
+were tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
+from functools import lru_cache
 from hashlib import blake2b
+
+from gateway.core.seeds import framed
 
 
 def score(key: str, name: str) -> int:
-    """The first 8 bytes of BLAKE2b-512 over key and name, each in UTF-8 behind its length; big-endian, lengths too."""
-    return int.from_bytes(_scored(_keyed(key), _part(name))[:8])
+    """The first 8 bytes, big-endian, of BLAKE2b-512 of key and name in UTF-8, framed as in `gateway.core.seeds`."""
+    return int.from_bytes(_score(framed(key.encode()), name))
 
 
-def rank(key: str, names: Sequence[str]) -> list[str]:
-    """The names by falling score: home first, then the order of failover. Equal scores fall back to the name."""
+def best(key: str, names: Collection[str]) -> str:
+    """The name with the highest score; of equal scores the greater name. Raises `ValueError` where there is none."""
     if len(names) == 1:
-        return list(names)
-    keyed = _keyed(key)
-    scored = [(_scored(keyed, _part(name)), name) for name in names]
-    scored.sort(key=lambda pair: (pair[0][:8], pair[1]), reverse=True)
-    return [name for _, name in scored]
+        return next(iter(names))
+    keyed = framed(key.encode())
+    return max([(_score(keyed, name), name) for name in names])[1]
 
 
-def choose(ranked: Sequence[str], loads: Mapping[str, int], slack: float) -> str | None:
-    """The first of `ranked` whose load is at most `slack` above the least; names without a load are not candidates."""
-    present = [name for name in ranked if name in loads]
-    if not present:
-        return None
-    most = min(loads[name] for name in present) + slack
-    return next(name for name in present if loads[name] <= most)
+def candidates(loads: Mapping[str, int], slack: float) -> list[str]:
+    """The names whose load is at most `slack` above the least."""
+    most = min(loads.values()) + slack
+    return [name for name, load in loads.items() if load <= most]
 
 
-def _part(text: str) -> bytes:
-    data = text.encode()
-    return len(data).to_bytes(8) + data
+def choose(key: str, loads: Mapping[str, int], slack: float) -> str:
+    """The best candidate for a key. `loads` has every replica that may serve, at least one: else `ValueError`."""
+    return best(key, candidates(loads, slack))
 
 
-def _keyed(key: str) -> blake2b:
-    return blake2b(_part(key))
+@lru_cache(maxsize=4096)
+def _framed_name(name: str) -> bytes:
+    return framed(name.encode())
 
 
-def _scored(keyed: blake2b, part: bytes) -> bytes:
-    hasher = keyed.copy()
-    hasher.update(part)
-    return hasher.digest()
+def _score(keyed: bytes, name: str) -> bytes:
+    return blake2b(keyed + _framed_name(name)).digest()[:8]

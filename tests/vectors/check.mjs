@@ -77,6 +77,11 @@ function requestId({ identity, index, ordinal }) {
 const engineId = (vector) =>
   `${requestId(vector)}.${vector.sample}${vector.live > 0 ? `-${vector.live}` : ""}!`;
 
+// The score of a replica for a key: gateway/core/routing.py
+
+const score = ({ key, name }) =>
+  String(hashed("blake2b512", framed(utf8(key), utf8(name))).readBigUInt64BE());
+
 // The canonical form: gateway/core/canonical.py
 
 const verbatim = (text) => ({ verbatim: text });
@@ -190,6 +195,7 @@ const claims = {
   "samples.json": { seeds: samples },
   "ids.json": { request_id: requestId, engine_id: engineId },
   "content.json": { form, digest: content },
+  "routing.json": { score },
 };
 
 let checked = 0;
