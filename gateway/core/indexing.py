@@ -1,27 +1,27 @@
 """Which request gets which index: the whole rule, as one state machine without a clock or a lock.
 
-A `Scope` is one counter: a (run, session, effective identity). Everything that a store must do atomically is one call
-here: `claim`, `complete` and `settle`. An index belongs to a delivered answer. It is released when its last live claim
-ended and none was delivered, and is then taken again only by what it was released to: its idempotency key, its number,
-or the bytes it was asked for with. So a retry repeats its index, and no two requests own one.
+A `Scope` is one counter: a (run, session, effective identity). Everything that a store must do atomically is
+one call here: `claim`, `complete` and `settle`. An index belongs to a delivered answer. It is released when
+its last live claim ended and none was delivered, and is then taken again only by what it was released to: its
+idempotency key, its number, or the bytes it was asked for with. So a retry repeats its index, and no two
+requests own one.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gateway.core.errors import Conflict
 
 Kind = Literal["arrival", "content", "client"]
 
 MANY = -1
-"""More than one index was issued for these bytes, so a repeat cannot tell which is its own."""
+"""These bytes were asked for by several requests, so a repeat cannot tell which index is its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """One request for an index. Everything that the rule looks at, and nothing else."""
 
     kind: Kind
@@ -33,25 +33,23 @@ class Ask:
     """X-Request-Index."""
     key: str | None = None
     """Idempotency-Key."""
-    repeat: bool = False
-    """The client says that this is a retry (x-stainless-retry-count > 0)."""
+    repeat: int = 0
+    """Which retry this is, as the client says (x-stainless-retry-count); 0: the first sending."""
     exclusive: bool = False
     """Profile `strict`: wait rather than race."""
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """An index, claimed. `flags` are reasons that go into X-Detgate-Guarantee."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides a tuple's `index`, which nobody needs here
     flags: tuple[str, ...] = ()
     reused: bool = False
     """The index had been issued before: a repeat, or taken again after a release."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Not yet. Ask again when the scope changes; with `final` when waiting is over."""
+class Wait(NamedTuple):
+    """Not yet. Ask again when the scope changes: `raced`, if a rival was why; `final`, when time is up."""
 
     why: Literal["racing", "repeat"]
 
@@ -61,30 +59,44 @@ class Live:
     """An index with claims that have not settled."""
 
     raw: bytes
-    claims: int = 1
-    open: int = 1
-    """Claims whose answer has not ended: these can race."""
     used: bool = False
     drawn: bool = False
-    """Drawn from the counter by a claim that is still open."""
-    racing: bool = False
-    numbered: bool = False
-    key: str | None = None
-    """A number or a key is what the index is released to; without either, the bytes."""
-
-    @property
-    def bound(self) -> bool:
-        return self.numbered or self.key is not None
+    """Drawn from the counter, by a request whose answer has not ended."""
+    claims: int = 0
+    open: int = 0
+    """Claims whose answer has not ended."""
 
 
 @dataclass(slots=True)
+class Asked:
+    """What was asked for with some bytes, without key and number."""
+
+    index: int
+    """The index that all of it got, or `MANY`."""
+    repeat: int
+    """The latest retry. Those of one request count upwards, so a count that comes again is another's."""
+    live: int = 0
+    """Indices of these bytes that are live."""
+
+
+@dataclass(slots=True)
+class Bound:
+    """An index that a number or a key names, so that bytes play no part in it."""
+
+    content: str | None
+    """Content digest of the request whose index it is; None: released to its number, for any content."""
+    keyed: bool = False
+    """A key is bound to it, so it never goes to other content."""
+    used: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Keyed:
     """What an idempotency key is bound to, for good."""
 
     identity: str
     index: int
     content: str
-    used: bool = False
 
 
 @dataclass(slots=True)
@@ -103,27 +115,36 @@ class Scope:
     next: int = 0
     kind: Kind | None = None
     live: dict[int, Live] = field(default_factory=dict)
-    issued: dict[bytes, int] = field(default_factory=dict)
-    """Bytes digest → the one index issued for it, or `MANY`."""
+    asked: dict[bytes, Asked] = field(default_factory=dict)
+    """By bytes digest."""
     released: dict[bytes, list[int]] = field(default_factory=dict)
-    numbers: dict[int, str] = field(default_factory=dict)
-    """Index given by the client → content digest of the request that used it or is in flight."""
+    """Bytes digest → the indices that it may take again, smallest first."""
+    bound: dict[int, Bound] = field(default_factory=dict)
     drawn: dict[bytes, int] = field(default_factory=dict)
-    """Bytes digest → how many requests in flight drew from the counter with it."""
-    calm: dict[bytes, dict[int, Live]] = field(default_factory=dict)
-    """Those of `drawn` that have not raced yet."""
+    """Bytes digest → how many indices in flight were drawn from the counter with it."""
+    calm: set[int] = field(default_factory=set)
+    """Those in flight that were drawn and have not raced yet: all of the same bytes, else they would have."""
+    raced: set[int] = field(default_factory=set)
+    """Indices that the network decided. One that is taken again is no better for that."""
 
-    def claim(self, ask: Ask, *, final: bool = False) -> Claim | Wait:
-        """Take an index. Raises `Conflict`; nothing is taken then, nor when it answers `Wait`."""
+    def claim(self, ask: Ask, *, raced: bool = False, final: bool = False) -> Claim | Wait:
+        """Take an index. Raises `Conflict`; nothing is taken then, nor when it answers `Wait`.
+
+        `raced`: it has waited for a rival, so the network decided which of them came first.
+        """
         self._check_kind(ask)
-        if ask.key is not None and (bound := self.session.keys.get(ask.key)) is not None:
-            return self._by_key(ask, bound)
-        claim = self._by_number(ask) if ask.number is not None else self._by_bytes(ask, final)
+        if ask.key is not None and (keyed := self.session.keys.get(ask.key)) is not None:
+            return self._by_key(ask, keyed)
+        if ask.number is not None:
+            claim: Claim | Wait = self._by_number(ask, ask.number)
+        elif ask.key is not None:
+            claim = self._draw(ask, raced, final)
+        else:
+            claim = self._by_bytes(ask, raced, final)
         if isinstance(claim, Claim):
             self.kind = ask.kind
             if ask.key is not None:
-                self.session.keys[ask.key] = Keyed(self.identity, claim.index, ask.content or "")
-                self.live[claim.index].key = ask.key
+                self._bind(ask.key, claim.index, ask.content)
         return claim
 
     def complete(self, index: int) -> bool:
@@ -132,30 +153,30 @@ class Scope:
         live.open -= 1
         if live.open == 0 and live.drawn:
             live.drawn = False
-            self._forget(self.calm.get(live.raw), live.raw, index)
-            left = self.drawn[live.raw] - 1
-            if left:
-                self.drawn[live.raw] = left
-            else:
+            self.calm.discard(index)
+            self.drawn[live.raw] -= 1
+            if not self.drawn[live.raw]:
                 del self.drawn[live.raw]
-        return live.racing
+        return index in self.raced
 
     def settle(self, index: int, *, used: bool) -> bool:
-        """One claim is over; `used`: an answer, or part of one, was delivered. True if the index is released now."""
+        """One claim is over; `used`: an answer or part of one was delivered. True: the index is released."""
         live = self.live[index]
         live.claims -= 1
         live.used |= used
-        if live.used and live.key is not None:
-            self.session.keys[live.key].used = True
         if live.claims:
             return False
         del self.live[index]
-        if live.used:
-            return False
-        self.numbers.pop(index, None)
-        if not live.bound:
-            insort(self.released.setdefault(live.raw, []), index)
-        return True
+        bound = self.bound.get(index)
+        if bound is None:
+            self.asked[live.raw].live -= 1
+            if not live.used:
+                insort(self.released.setdefault(live.raw, []), index)
+        elif live.used:
+            bound.used = True
+        elif not bound.keyed:
+            bound.content = None
+        return not live.used
 
     def _check_kind(self, ask: Ask) -> None:
         if self.kind is not None and "client" in (self.kind, ask.kind) and self.kind != ask.kind:
@@ -167,105 +188,114 @@ class Scope:
                 param="X-Request-Index",
             )
 
-    def _by_key(self, ask: Ask, bound: Keyed) -> Claim:
-        if bound.content != ask.content or bound.identity != self.identity:
+    def _bind(self, key: str, index: int, content: str | None) -> None:
+        assert content is not None
+        self.session.keys[key] = Keyed(self.identity, index, content)
+        self.bound.setdefault(index, Bound(content)).keyed = True
+
+    def _by_key(self, ask: Ask, keyed: Keyed) -> Claim:
+        if keyed.content != ask.content or keyed.identity != self.identity:
             raise Conflict(
                 "This Idempotency-Key was used in this session with other content. Use a new key for a new request.",
                 code="idempotency_conflict",
                 param="Idempotency-Key",
             )
-        if ask.number is not None and ask.number != bound.index:
+        if ask.number is not None and ask.number != keyed.index:
             raise Conflict(
-                f"This Idempotency-Key is bound to index {bound.index}, not {ask.number}.",
+                f"This Idempotency-Key is bound to index {keyed.index}, not {ask.number}.",
                 code="idempotency_conflict",
                 param="Idempotency-Key",
             )
-        if ask.number is not None:
-            self.numbers[bound.index] = bound.content
-        self._hold(bound.index, ask, used=bound.used).key = ask.key
-        return Claim(bound.index, reused=True)
+        self._hold(keyed.index, ask.raw, used=self.bound[keyed.index].used)
+        return self._claimed(keyed.index)
 
-    def _by_number(self, ask: Ask) -> Claim:
-        assert ask.number is not None and ask.content is not None
-        index = ask.number
-        known = self.numbers.get(index)
-        if known is not None and known != ask.content:
+    def _by_number(self, ask: Ask, index: int) -> Claim:
+        assert ask.content is not None
+        bound = self.bound.get(index)
+        reused = bound is not None
+        if bound is None:
+            bound = self.bound[index] = Bound(ask.content)
+        elif bound.content is None:
+            bound.content = ask.content
+        elif bound.content != ask.content:
             raise Conflict(
                 f"Index {index} of this session belongs to a request with other content. "
                 "Give each request of a session an index of its own.",
                 code="index_conflict",
                 param="X-Request-Index",
             )
-        self.numbers[index] = ask.content
-        self._hold(index, ask, used=known is not None).numbered = True
-        return Claim(index, reused=known is not None)
+        self._hold(index, ask.raw, used=bound.used)
+        return Claim(index, reused=reused)
 
-    def _by_bytes(self, ask: Ask, final: bool) -> Claim | Wait:
-        free = self.released.get(ask.raw)
-        if free:
-            index = free.pop(0)
-            if not free:
-                del self.released[ask.raw]
-            self._hold(index, ask, used=False)
-            return Claim(index, reused=True)
-        if ask.repeat:
-            return self._repeat(ask, final)
-        return self._draw(ask, final)
-
-    def _repeat(self, ask: Ask, final: bool) -> Claim | Wait:
-        if not final and any(live.raw == ask.raw and not live.bound for live in self.live.values()):
+    def _by_bytes(self, ask: Ask, raced: bool, final: bool) -> Claim | Wait:
+        asked = self.asked.get(ask.raw)
+        claim: Claim | Wait
+        if self.released.get(ask.raw):
+            claim = self._take(ask.raw)
+        elif not ask.repeat:
+            claim = self._draw(ask, raced, final)
+        elif not final and asked is not None and asked.live:
             return Wait("repeat")
-        only = self.issued.get(ask.raw, MANY)
-        if only != MANY:
-            self._hold(only, ask, used=True)
-            return Claim(only, ("retry-shared",), reused=True)
-        drawn = self._draw(ask, final)
-        if isinstance(drawn, Claim):
-            return Claim(drawn.index, (*drawn.flags, "retry-unmatched"))
-        return drawn
+        elif asked is not None and asked.index != MANY and ask.repeat > asked.repeat:
+            claim = self._claimed(asked.index, "retry-shared")
+            self._hold(asked.index, ask.raw, used=True)
+        else:
+            claim = self._draw(ask, raced, final, "retry-unmatched")
+        if isinstance(claim, Claim):
+            self._note(ask, claim.index)
+            self.asked[ask.raw].live += self.live[claim.index].claims == 1
+        elif claim.why == "racing":
+            self._note(ask, MANY)
+        return claim
 
-    def _draw(self, ask: Ask, final: bool) -> Claim | Wait:
+    def _take(self, raw: bytes) -> Claim:
+        free = self.released[raw]
+        index = free.pop(0)
+        if not free:
+            del self.released[raw]
+        self._hold(index, raw, used=False)
+        return self._claimed(index)
+
+    def _note(self, ask: Ask, index: int) -> None:
+        """Keep whether all that asked for these bytes may be one request. Who waits for a rival asked too."""
+        asked = self.asked.get(ask.raw)
+        if asked is None:
+            self.asked[ask.raw] = Asked(index, ask.repeat)
+        elif ask.repeat <= asked.repeat:
+            asked.index = MANY
+        else:
+            asked.repeat = ask.repeat
+
+    def _draw(self, ask: Ask, raced: bool, final: bool, *flags: str) -> Claim | Wait:
         rivals = ask.kind == "arrival" and len(self.drawn) > (ask.raw in self.drawn)
         if rivals and ask.exclusive:
             if not final:
                 return Wait("racing")
             raise Conflict(
-                "Another request of this session is in flight, so their order would be decided by the network. "
+                "Another request of this session is in flight, so the network would decide their order. "
                 "Send one at a time, or set X-Index-Order: content, or give each its X-Request-Index.",
                 code="racing_index",
                 param="X-Request-Index",
             )
         index = self.next
         self.next += 1
-        live = self.live[index] = Live(ask.raw, drawn=True, racing=rivals)
+        live = self._hold(index, ask.raw, used=False)
+        live.drawn = True
         self.drawn[ask.raw] = self.drawn.get(ask.raw, 0) + 1
         if rivals:
-            self._mark_rivals(ask.raw)
-        else:
-            self.calm.setdefault(ask.raw, {})[index] = live
-        self.issued[ask.raw] = MANY if ask.raw in self.issued else index
-        return Claim(index, ("racing",) if rivals else ())
+            self.raced |= self.calm
+            self.calm.clear()
+        (self.raced if rivals or raced else self.calm).add(index)
+        return self._claimed(index, *flags, reused=False)
 
-    def _mark_rivals(self, raw: bytes) -> None:
-        """Requests in flight that drew from this counter and ask for something else: their order mattered."""
-        own = self.calm.pop(raw, None)
-        for others in self.calm.values():
-            for live in others.values():
-                live.racing = True
-        self.calm.clear()
-        if own:
-            self.calm[raw] = own
+    def _claimed(self, index: int, *flags: str, reused: bool = True) -> Claim:
+        return Claim(index, ("racing", *flags) if index in self.raced else flags, reused)
 
-    def _forget(self, calm: dict[int, Live] | None, raw: bytes, index: int) -> None:
-        if calm is not None and calm.pop(index, None) is not None and not calm:
-            del self.calm[raw]
-
-    def _hold(self, index: int, ask: Ask, *, used: bool) -> Live:
-        """One more claim on an index that was issued before, or that the client chose."""
+    def _hold(self, index: int, raw: bytes, *, used: bool) -> Live:
+        """One more claim on an index. `used`: it was used before, if it is not live."""
         live = self.live.get(index)
         if live is None:
-            live = self.live[index] = Live(ask.raw, used=used)
-        else:
-            live.claims += 1
-            live.open += 1
+            live = self.live[index] = Live(raw, used)
+        live.claims += 1
+        live.open += 1
         return live

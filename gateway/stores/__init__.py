@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from gateway.core.indexing import Ask, Claim
 
 
-@dataclass(frozen=True, slots=True)
-class ScopeKey:
+class ScopeKey(NamedTuple):
     """Names one counter."""
 
     run: str
@@ -24,10 +22,16 @@ class Store(Protocol):
     """Names the store's memory: it changes when the store may have forgotten."""
 
     async def claim(self, scope: ScopeKey, ask: Ask, settle_seconds: float) -> Claim:
-        """Take an index; waits at most `settle_seconds` where the rule says wait. Raises `Conflict`, `StoreFault`."""
+        """Take an index; waits at most `settle_seconds` where the rule says wait. Who waits longest is first.
+
+        Raises `Conflict` and `StoreFault`; nothing is taken then, nor when it is cancelled.
+        """
 
     async def complete(self, scope: ScopeKey, index: int) -> bool:
         """The answer of one claim has ended. Says whether the index raced."""
 
     async def settle(self, scope: ScopeKey, index: int, *, used: bool) -> bool:
         """One claim is over. True if the index is released now."""
+
+    def raced(self, scope: ScopeKey, index: int) -> bool:
+        """Whether an index that this process holds has raced so far, as far as this process knows."""

@@ -1,12 +1,27 @@
-"""One process: the counters in memory. Every call runs without a pause in between, which makes it atomic."""
+"""One process: the counters in memory. Every call runs without a pause in between, which makes it atomic.
+
+Whoever must wait is served by the very change that it waits for, in order of arrival: so none who comes later
+gets in between.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass
 
+from gateway.core.errors import Conflict
 from gateway.core.indexing import Ask, Claim, Scope, Session, Wait
 from gateway.stores import ScopeKey
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A claim that waits, and where its outcome goes."""
+
+    ask: Ask
+    outcome: asyncio.Future[Claim]
+    raced: bool
+    """It has waited for a rival."""
 
 
 class MemoryStore:
@@ -16,29 +31,17 @@ class MemoryStore:
         self.epoch = 0
         self._scopes: dict[ScopeKey, Scope] = {}
         self._sessions: dict[tuple[str, str], Session] = {}
-        self._waiters: dict[ScopeKey, dict[asyncio.Future[None], None]] = {}
-        """In order of arrival, so that who waits longest asks first."""
+        self._waiters: dict[ScopeKey, list[Waiter]] = {}
+        """In order of arrival."""
 
     async def claim(self, key: ScopeKey, ask: Ask, settle_seconds: float) -> Claim:
         scope = self._scopes.get(key) or self._open(key)
         outcome = scope.claim(ask)
-        if not isinstance(outcome, Wait):
-            return outcome
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + settle_seconds
-        waited: set[str] = set()
-        while isinstance(outcome, Wait):
-            waited.add(outcome.why)
-            final = not await self._changed(key, deadline - loop.time())
-            outcome = scope.claim(ask, final=final)
-        if "racing" in waited and not outcome.reused and "racing" not in outcome.flags:
-            return replace(outcome, flags=(*outcome.flags, "racing"))
+        if isinstance(outcome, Wait):
+            return await self._wait(key, ask, outcome, settle_seconds)
         return outcome
 
     async def complete(self, key: ScopeKey, index: int) -> bool:
-        return self.complete_now(key, index)
-
-    def complete_now(self, key: ScopeKey, index: int) -> bool:
         raced = self._scopes[key].complete(index)
         self._wake(key)
         return raced
@@ -48,30 +51,59 @@ class MemoryStore:
         self._wake(key)
         return released
 
+    def raced(self, key: ScopeKey, index: int) -> bool:
+        return index in self._scopes[key].raced
+
     def _open(self, key: ScopeKey) -> Scope:
         session = self._sessions.setdefault((key.run, key.session), Session())
         scope = self._scopes[key] = Scope(key.identity, session)
         return scope
 
-    async def _changed(self, key: ScopeKey, seconds: float) -> bool:
-        """Wait until something of the scope completes or settles; False when time is up."""
-        if seconds <= 0:
-            return False
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiters = self._waiters.setdefault(key, {})
-        waiters[waiter] = None
+    async def _wait(self, key: ScopeKey, ask: Ask, wait: Wait, seconds: float) -> Claim:
+        loop = asyncio.get_running_loop()
+        waiter = Waiter(ask, loop.create_future(), wait.why == "racing")
+        self._waiters.setdefault(key, []).append(waiter)
+        timer = loop.call_later(seconds, self._serve, key, waiter, True)
         try:
-            async with asyncio.timeout(seconds):
-                await waiter
-            return True
-        except TimeoutError:
-            return False
+            return await waiter.outcome
+        except asyncio.CancelledError:
+            self._leave(key, waiter)
+            raise
         finally:
-            waiters.pop(waiter, None)
-            if not waiters:
-                self._waiters.pop(key, None)
+            timer.cancel()
 
     def _wake(self, key: ScopeKey) -> None:
-        for waiter in self._waiters.get(key, ()):
-            if not waiter.done():
-                waiter.set_result(None)
+        for waiter in tuple(self._waiters.get(key, ())):
+            self._serve(key, waiter)
+
+    def _serve(self, key: ScopeKey, waiter: Waiter, final: bool = False) -> None:
+        """Ask again for one who waits. `final`: its time is up."""
+        if waiter.outcome.done():
+            return
+        try:
+            claim = self._scopes[key].claim(waiter.ask, raced=waiter.raced, final=final)
+        except Conflict as conflict:
+            waiter.outcome.set_exception(conflict)
+        else:
+            if isinstance(claim, Wait):
+                waiter.raced |= claim.why == "racing"
+                return
+            waiter.outcome.set_result(claim)
+        self._forget(key, waiter)
+
+    def _leave(self, key: ScopeKey, waiter: Waiter) -> None:
+        """Who waited has gone; what it was given in the same moment is given back."""
+        outcome = waiter.outcome
+        if outcome.cancelled():
+            self._forget(key, waiter)
+        elif outcome.exception() is None:
+            scope, index = self._scopes[key], outcome.result().index
+            scope.complete(index)
+            scope.settle(index, used=False)
+            self._wake(key)
+
+    def _forget(self, key: ScopeKey, waiter: Waiter) -> None:
+        waiters = self._waiters[key]
+        waiters.remove(waiter)
+        if not waiters:
+            del self._waiters[key]
