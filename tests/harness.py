@@ -98,7 +98,7 @@ class Gate:
 
 
 class _Server(Server):
-    """The real server, without its hold on the process's signals, and quick to see that it is to stop."""
+    """The real server, without its hold on the process's signals."""
 
     def __init__(self, gateway: Gateway, sock: socket.socket, carrier: CarrierName) -> None:
         super().__init__(gateway, sock)
@@ -113,12 +113,6 @@ class _Server(Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.listening.set()
-
-    async def main_loop(self) -> None:
-        ticks = 0
-        while not await self.on_tick(ticks):
-            ticks += 1
-            await asyncio.sleep(0.01)
 
     def drop(self) -> None:
         """Stop listening and drop every connection."""
@@ -199,7 +193,11 @@ class Wire:
         if self._receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer)
         sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._port))
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._port))
+        except OSError:
+            sock.close()
+            raise
         self.reader, self.writer = await asyncio.open_connection(sock=sock)
         return self
 
@@ -321,6 +319,11 @@ class Reply:
         self.head(status, ("content-type", "application/json"), *headers, length=len(raw))
         self.writer.write(raw)
 
+    def text(self, body: str) -> None:
+        """A whole answer in plain text."""
+        self.head(200, ("content-type", "text/plain; version=0.0.4; charset=utf-8"), length=len(body))
+        self.writer.write(body.encode())
+
     def reset(self) -> None:
         """Break the connection with a reset."""
         self.writer.transport.abort()
@@ -401,6 +404,8 @@ class FakeWorker:
         self._backlog = backlog
         self._fillers: list[socket.socket] = []
         self.connections = 0
+        self.running = 0
+        """Requests that the script has not left yet."""
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -474,11 +479,17 @@ class FakeWorker:
                 await self.probes(seen, reply)
             elif seen.target == "/v1/models":
                 reply.json({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+            elif seen.target == "/metrics":
+                reply.text(f"vllm:num_requests_running {self.running}\nsglang:num_running_reqs {self.running}\n")
             else:
                 reply.json({})
             return
         self.seen.append(seen)
-        await self.script(seen, reply)
+        self.running += 1
+        try:
+            await self.script(seen, reply)
+        finally:
+            self.running -= 1
 
 
 def is_probe(seen: Seen) -> bool:

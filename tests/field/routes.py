@@ -40,7 +40,8 @@ class Route:
 
     def pool(self, *urls: str, **settings: Any) -> dict[str, Any]:
         """A pool that serves this route; its replicas are named `generate-0` … or `reward-0` …"""
-        return harness.pool(self.role, *urls, engine=self.engine, role=self.role, models=MODELS, **settings)
+        own = {"engine": self.engine, "role": self.role, "models": MODELS}
+        return harness.pool(self.role, *urls, **(own | settings))
 
     def body(self, *, stream: bool = False, **fields: Any) -> dict[str, Any]:
         """The request, without a seed and an id of its own."""
