@@ -140,8 +140,19 @@ TWO = ["The sky is", "Water is"]
 TALK = [*HI, {"role": "assistant", "content": "hi"}]
 
 
-def openai_asks() -> Iterator[Ask]:
-    """What both engines are asked on the routes that they share."""
+def blank_tokens() -> list[str]:
+    """The ids of the tiny models' tokens that are white space alone, as keys of `logit_bias`."""
+    tokenizer = json.loads((servers.models() / "tiny-llm" / "tokenizer.json").read_text())
+    # How a byte-level tokenizer writes space, tab, newline and carriage return.
+    blank = set("\u0120\u0109\u010a\u010d")
+    return [str(number) for token, number in tokenizer["model"]["vocab"].items() if set(token) <= blank]
+
+
+def openai_asks(tool_seed: int) -> Iterator[Ask]:
+    """What both engines are asked on the routes that they share.
+
+    `tool_seed` is one with which the engine's noise ends a tool call within 80 tokens.
+    """
     yield Ask("chat", CHAT, chat(), headers=(("x-request-id", "abc"),))
     yield Ask("chat-stream", CHAT, chat(stream=True), headers=(("x-request-id", "abc"),))
     yield Ask("chat-stream-usage", CHAT, chat(**USAGE))
@@ -149,8 +160,9 @@ def openai_asks() -> Iterator[Ask]:
     yield Ask("chat-n2-stream", CHAT, chat(n=2, **USAGE))
     yield Ask("chat-logprobs", CHAT, chat(logprobs=True, top_logprobs=2))
     yield Ask("chat-logprobs-stream", CHAT, chat(logprobs=True, top_logprobs=2, **USAGE))
-    # With this seed neither engine's noise runs on after the call.
-    tools = chat(max_tokens=80, seed=1, tools=[WEATHER], tool_choice="required")
+    # Between the parts of a call JSON allows white space without end, and noise would go on with it.
+    no_space = dict.fromkeys(blank_tokens(), -100)
+    tools = chat(max_tokens=80, seed=tool_seed, tools=[WEATHER], tool_choice="required", logit_bias=no_space)
     yield Ask("chat-tools", CHAT, tools)
     yield Ask("chat-tools-stream", CHAT, tools | USAGE)
     yield Ask("chat-stop", CHAT, chat(max_tokens=200, stop=["e"]))
@@ -199,7 +211,7 @@ def openai_errors() -> Iterator[Ask]:
 
 def vllm_asks() -> Iterator[Ask]:
     """What a generating vLLM in its development mode is asked; it has a tool parser and the native route."""
-    yield from openai_asks()
+    yield from openai_asks(tool_seed=20)
     yield Ask("chat-seed-minus-one", CHAT, chat(seed=-1))
     yield Ask("chat-token-ids", CHAT, chat(return_token_ids=True))
     yield Ask("chat-token-ids-stream", CHAT, chat(return_token_ids=True, stream=True))
@@ -284,7 +296,7 @@ def embedding_asks() -> Iterator[Ask]:
 
 def sglang_asks() -> Iterator[Ask]:
     """What a generating SGLang in deterministic mode is asked."""
-    yield from openai_asks()
+    yield from openai_asks(tool_seed=1)
     yield Ask("chat-rid", CHAT, chat(rid="abc"))
     yield Ask("chat-token-ids", CHAT, chat(return_token_ids=True))
     yield Ask("chat-meta-info", CHAT, chat(return_meta_info=True))
@@ -294,6 +306,8 @@ def sglang_asks() -> Iterator[Ask]:
     yield Ask("abort-stream", CHAT, endless | {"rid": "abort-2", "stream": True}, abort=True)
     silent = native("The sky is", sampling_seed=11, max_new_tokens=1500, ignore_eos=True)
     yield Ask("abort-native", GENERATE, silent | {"rid": "abort-3"}, abort=True)
+    # Each part holds the whole text so far: few parts keep this one short.
+    silent["sampling_params"]["stream_interval"] = 40
     yield Ask("abort-native-stream", GENERATE, silent | {"rid": "abort-4", "stream": True}, abort=True)
     yield Ask("tokenize-v1", "/v1/tokenize", {"model": "tiny-llm", "prompt": "The sky is"})
     yield Ask("abort-unknown", ABORT, {"rid": "nobody"})
@@ -405,9 +419,7 @@ def record(engine: str, server: str, url: str, ask: Ask) -> captures.Capture:
     if len(body) > MAX_BYTES:
         raise ValueError(f"{engine} {ask.name}: {len(body)} bytes")
     headers = {name: answer.headers[name] for name in KEPT_HEADERS if name in answer.headers}
-    return captures.Capture(
-        engine, server, ask.name, ask.method, ask.path, ask.body, answer.status_code, headers, body
-    )
+    return captures.Capture(engine, server, ask.name, ask.method, ask.path, ask.body, answer.status_code, headers, body)
 
 
 def main() -> None:

@@ -260,10 +260,7 @@ class TestWhatItIs:
         assert info["version"] == "0.5.23"
 
     def test_model_info_tells_the_kind(self, sglang: Server, sglang_reward: Server) -> None:
-        kinds = [
-            httpx.get(server.url + "/model_info").json()["is_generation"]
-            for server in (sglang, sglang_reward)
-        ]
+        kinds = [httpx.get(server.url + "/model_info").json()["is_generation"] for server in (sglang, sglang_reward)]
         assert kinds == [True, False]
 
     def test_answers_tell_the_weight_version(self, sglang: Server) -> None:

@@ -75,9 +75,7 @@ class TestSeeds:
     def test_without_a_seed_each_answer_is_new(self, vllm: Server, more: dict[str, Any]) -> None:
         assert text(vllm, CHAT, chat(**more)) != text(vllm, CHAT, chat(**more))
 
-    @pytest.mark.parametrize(
-        ("seed", "same"), [("7", 7), (7.0, 7), (True, 1), (5 + 2**32, 5), (2**63 - 1, 2**32 - 1)]
-    )
+    @pytest.mark.parametrize(("seed", "same"), [("7", 7), (7.0, 7), (True, 1), (5 + 2**32, 5), (2**63 - 1, 2**32 - 1)])
     def test_seeds_that_are_taken_for_another(self, vllm: Server, seed: Any, same: int) -> None:
         assert text(vllm, CHAT, chat(seed=seed)) == text(vllm, CHAT, chat(seed=same))
 
@@ -135,9 +133,7 @@ class TestIds:
     @pytest.mark.parametrize(
         ("path", "body", "prefix"), [(CHAT, chat(), "chatcmpl-"), (COMPLETIONS, complete(), "cmpl-")]
     )
-    def test_the_header_names_the_answer(
-        self, vllm: Server, path: str, body: dict[str, Any], prefix: str
-    ) -> None:
+    def test_the_header_names_the_answer(self, vllm: Server, path: str, body: dict[str, Any], prefix: str) -> None:
         answer = ask(vllm, path, body, {"x-request-id": "17:3:0.0!"})
         assert told(answer)["id"] == prefix + "17:3:0.0!"
         assert answer.headers["x-request-id"] == "17:3:0.0!"
@@ -153,9 +149,7 @@ class TestIds:
 
 class TestStreams:
     @pytest.mark.parametrize(("path", "body"), [(CHAT, chat()), (COMPLETIONS, complete())])
-    def test_usage_comes_last_and_without_choices(
-        self, vllm: Server, path: str, body: dict[str, Any]
-    ) -> None:
+    def test_usage_comes_last_and_without_choices(self, vllm: Server, path: str, body: dict[str, Any]) -> None:
         asked = body | {"n": 2, "seed": 1, "stream": True, "stream_options": {"include_usage": True}}
         parts = chunks(ask(vllm, path, asked).text)
         assert parts[-1]["choices"] == []
@@ -167,9 +161,7 @@ class TestStreams:
         ("path", "body", "last"),
         [(RESPONSES, respond(), "response.completed"), (MESSAGES, chat(), "message_stop")],
     )
-    def test_named_events_end_without_done(
-        self, vllm: Server, path: str, body: dict[str, Any], last: str
-    ) -> None:
+    def test_named_events_end_without_done(self, vllm: Server, path: str, body: dict[str, Any], last: str) -> None:
         lines = data_lines(ask(vllm, path, body | {"stream": True}).text)
         assert json.loads(lines[-1])["type"] == last
 
@@ -262,9 +254,7 @@ class TestReward:
 
     def test_one_at_a_time_is_equal_to_the_last_bit(self, vllm_reward: Server) -> None:
         inputs = [f"{contrast.prompt_text(n)} It is {n}." for n in range(50)]
-        rounds = [
-            [self.classify(vllm_reward, input=one) for one in order] for order in (inputs, inputs[::-1])
-        ]
+        rounds = [[self.classify(vllm_reward, input=one) for one in order] for order in (inputs, inputs[::-1])]
         assert rounds[0] == rounds[1][::-1]
 
     def test_the_raw_score(self, vllm_reward: Server) -> None:
@@ -286,9 +276,7 @@ class TestReward:
     def test_scores_and_ranks(self, vllm_reward: Server) -> None:
         query, documents = "What is blue?", ["The sky", "Water"]
         scored = told(ask(vllm_reward, "/score", {"model": "tiny-rm", "text_1": query, "text_2": documents}))
-        ranked = told(
-            ask(vllm_reward, "/rerank", {"model": "tiny-rm", "query": query, "documents": documents})
-        )
+        ranked = told(ask(vllm_reward, "/rerank", {"model": "tiny-rm", "query": query, "documents": documents}))
         by_place = {row["index"]: row["relevance_score"] for row in ranked["results"]}
         assert [row["score"] for row in scored["data"]] == pytest.approx([by_place[0], by_place[1]])
         scores = [row["relevance_score"] for row in ranked["results"]]
