@@ -32,7 +32,7 @@ Body = dict[str, Any]
 class Ask:
     """One request to make: a JSON body, or text that is sent as it is.
 
-    `keep` shortens the answer's body. With `abort` the request's `rid` is aborted while it runs (SGLang).
+    `keep` shortens the answer's body. After `abort_after` seconds the request's `rid` is aborted (SGLang).
     """
 
     name: str
@@ -41,7 +41,7 @@ class Ask:
     method: str = "POST"
     headers: tuple[tuple[str, str], ...] = ()
     keep: Callable[[bytes], bytes] = bytes
-    abort: bool = False
+    abort_after: float | None = None
 
 
 def metric_lines(*prefixes: str) -> Callable[[bytes], bytes]:
@@ -135,7 +135,6 @@ RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 GENERATE = "/generate"
 ABORT = "/abort_request"
-ABORT_SECONDS = 0.15
 TWO = ["The sky is", "Water is"]
 TALK = [*HI, {"role": "assistant", "content": "hi"}]
 
@@ -302,13 +301,13 @@ def sglang_asks() -> Iterator[Ask]:
     yield Ask("chat-meta-info", CHAT, chat(return_meta_info=True))
     yield from sglang_native()
     endless = chat(max_tokens=1500, ignore_eos=True)
-    yield Ask("abort", CHAT, endless | {"rid": "abort-1"}, abort=True)
-    yield Ask("abort-stream", CHAT, endless | {"rid": "abort-2", "stream": True}, abort=True)
+    yield Ask("abort", CHAT, endless | {"rid": "abort-1"}, abort_after=0.15)
+    yield Ask("abort-stream", CHAT, endless | {"rid": "abort-2", "stream": True}, abort_after=0.15)
     silent = native("The sky is", sampling_seed=11, max_new_tokens=1500, ignore_eos=True)
-    yield Ask("abort-native", GENERATE, silent | {"rid": "abort-3"}, abort=True)
+    yield Ask("abort-native", GENERATE, silent | {"rid": "abort-3"}, abort_after=0.15)
     # Each part holds the whole text so far: few parts keep this one short.
     silent["sampling_params"]["stream_interval"] = 40
-    yield Ask("abort-native-stream", GENERATE, silent | {"rid": "abort-4", "stream": True}, abort=True)
+    yield Ask("abort-native-stream", GENERATE, silent | {"rid": "abort-4", "stream": True}, abort_after=0.5)
     yield Ask("tokenize-v1", "/v1/tokenize", {"model": "tiny-llm", "prompt": "The sky is"})
     yield Ask("abort-unknown", ABORT, {"rid": "nobody"})
     yield Ask("ready", "/ready", method="GET")
@@ -406,8 +405,8 @@ SERVERS: dict[str, dict[str, tuple[Spec, Callable[[], Iterator[Ask]]]]] = {
 def record(engine: str, server: str, url: str, ask: Ask) -> captures.Capture:
     """Send one request and keep its answer. Raises `ValueError` where the answer is too long to keep."""
     content = ask.body if isinstance(ask.body, str) else json.dumps(ask.body).encode()
-    if ask.abort and isinstance(ask.body, dict):
-        threading.Timer(ABORT_SECONDS, httpx.post, (url + ABORT,), {"json": {"rid": ask.body["rid"]}}).start()
+    if ask.abort_after is not None and isinstance(ask.body, dict):
+        threading.Timer(ask.abort_after, httpx.post, (url + ABORT,), {"json": {"rid": ask.body["rid"]}}).start()
     answer = httpx.request(
         ask.method,
         url + ask.path,
