@@ -118,17 +118,17 @@ class Pipeline:
         caller, handling, document = asked.caller, asked.handling, asked.document
         if self._off or handling.kind not in ("sample", "score"):
             return
-        order = caller.order
-        if handling.kind == "score" and order != "client":
-            order = "content"
+        order, number = caller.order, caller.number
+        if handling.kind == "score":
+            order, number = "content", None
         content = Once(lambda: canonical.content(document, asked.route))
-        bound = caller.number is not None or caller.key is not None
+        bound = number is not None or caller.key is not None
         work.scope = ScopeKey(asked.run, caller.session, orders.ORDERS[order].effective(caller.identity, content))
         ask = Ask(
             cast(Kind, order),
             canonical.raw(asked.route, document.raw),
             content() if bound else None,
-            caller.number,
+            number,
             caller.key,
             caller.repeat,
             exclusive=self._strict,
@@ -144,7 +144,6 @@ class Pipeline:
             return plan.Plan("", 0, None, "none", "", (call,))
         work.plan = plan.make(
             asked.handling,
-            asked.document,
             asked.wish,
             scheme=self._scheme,
             master=self.settings.seed,
@@ -152,7 +151,6 @@ class Pipeline:
             identity=work.scope.identity,
             index=claim.index,
             member=caller.member,
-            split=asked.pool.role == "reward" and asked.handling.kind == "score",
         )
         self._record.opened(work, asked, work.plan)
         return work.plan
@@ -184,6 +182,8 @@ class Pipeline:
 
     async def _forward(self, work: Work, asked: Asked, decided: plan.Plan, job: Job, client: Client) -> None:
         def head(sending: Sending, headers: Headers) -> Headers:
+            if work.claim is not None and work.scope is not None:
+                work.raced = self.store.raced(work.scope, work.claim.index)
             return fields.downstream(headers) + self._statement.of_answer(work, asked, sending)
 
         async def complete() -> None:

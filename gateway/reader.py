@@ -37,7 +37,7 @@ class Reader:
         wish = plan.Wish()
         if handling.kind in ("sample", "score") and not self._off:
             self._admissible(caller, pool, handling, route)
-            wish = self._wish(handling, document)
+            wish = self._wish(pool, handling, document)
             pool.engine.check(route, document, pool.facts, wish.samples)
         return Asked(request, caller, route, pool, handling, document, wish, caller.run or self._run)
 
@@ -80,12 +80,12 @@ class Reader:
                 retry_after=10,
             )
 
-    def _wish(self, handling: Handling, document: Document) -> plan.Wish:
+    def _wish(self, pool: Pool, handling: Handling, document: Document) -> plan.Wish:
         try:
             document.check_unique(READ_FIELDS)
         except DuplicateField as error:
             raise CallerFault(str(error), code="duplicate_field", param=error.field) from None
-        wish = plan.read_wish(handling, document)
+        wish = plan.read_wish(handling, document, split=pool.role == "reward")
         if wish.seed is not None and self._settings.client_seed == "reject":
             raise CallerFault(
                 "This gateway gives the seeds itself (client_seed: reject). Send none.",

@@ -46,6 +46,7 @@ class Record:
                 "digest": work.ask.raw.hex(),
                 "content": work.ask.content,
                 "key": caller.key,
+                "repeat": work.ask.repeat,
                 "seed": decided.seed,
                 "seed_source": decided.seed_source,
                 "scheme": self._settings.scheme,

@@ -36,6 +36,8 @@ class Statement:
         headers = self.of_decision(work, asked)
         job = sending.job
         reasons = job.flags + self._reasons_of(sending, asked.handling)
+        if work.raced and "racing" not in reasons:
+            reasons.insert(0, "racing")
         best: guarantee.Level = "strict" if self._strict and job.pool.stable else "balanced"
         headers += (
             (b"x-detgate-replica", sending.replica.name.encode()),

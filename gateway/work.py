@@ -42,7 +42,7 @@ class Work:
     scope: ScopeKey | None = None
     ask: Ask | None = None
     raced: bool = False
-    """Another request raced with this one, as its end has shown."""
+    """Another request raced with this one, as far as is known yet."""
     completed: bool = False
     answer: Answer = field(default_factory=Answer)
     fault: Fault | None = None

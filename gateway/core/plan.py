@@ -23,12 +23,14 @@ class Scheme(Protocol):
 
 
 class Wish(NamedTuple):
-    """What the client asked of the seed, read from the body before an index is taken."""
+    """What the client asked for, read from the body before an index is taken."""
 
     seed: int | None = None
     samples: int = 1
     each: tuple[int | None, ...] = ()
     """Seeds of single prompts, where the sampling params come as a list with one for each."""
+    calls: tuple[Call, ...] = ()
+    """The calls that the request becomes, without seeds yet."""
 
 
 class Plan(NamedTuple):
@@ -42,10 +44,13 @@ class Plan(NamedTuple):
     calls: tuple[Call, ...]
 
 
-def read_wish(handling: Handling, document: Document) -> Wish:
-    """The client's seed, wherever it stands, and how many samples it wants. Raises `CallerFault`."""
+def read_wish(handling: Handling, document: Document, *, split: bool = False) -> Wish:
+    """The client's seed, wherever it stands, how many samples it wants, and in which calls they are drawn.
+
+    `split`: each input of a scoring request gets a call of its own. Raises `CallerFault`.
+    """
     if handling.kind != "sample":
-        return Wish()
+        return Wish(calls=tuple(fanout.calls(handling, document, (), split_inputs=split)))
     samples = fanout.samples(handling, document)
     each = tuple(_parse(literal, handling.seed or ()) for literal in fanout.sent_seeds(handling, document))
     seed: int | None = None
@@ -59,12 +64,12 @@ def read_wish(handling: Handling, document: Document) -> Wish:
         seed, where = given, path
     if seed is not None and seed + samples - 1 > seeds.LARGEST_CLIENT:
         raise _refused(where, f"{'.'.join(where)}: seed + n - 1 must not be above {seeds.LARGEST_CLIENT}.")
-    return Wish(seed, samples, each if any(given is not None for given in each) else ())
+    calls = tuple(fanout.calls(handling, document, ()))
+    return Wish(seed, samples, each if any(given is not None for given in each) else (), calls)
 
 
 def make(
     handling: Handling,
-    document: Document,
     wish: Wish,
     *,
     scheme: Scheme,
@@ -74,7 +79,6 @@ def make(
     index: int,
     ordinal: int = 0,
     member: int | None = None,
-    split: bool = False,
 ) -> Plan:
     """Decide. `mix`: a client's seed takes the master seed's place in the scheme instead of being kept."""
     seed: int | None = None
@@ -85,8 +89,11 @@ def make(
         else:
             seed = scheme.seed(master if wish.seed is None else wish.seed, identity, index, member)
             source = "derived"
-    calls = fanout.calls(handling, document, _each_seed(wish, seed), split_inputs=split)
-    return Plan(identity, index, seed, source, ids.request_id(identity, index, ordinal), tuple(calls))
+    calls = wish.calls
+    if seed is not None:
+        drawn = _each_seed(wish, seed)
+        calls = tuple([call._replace(seed=drawn[call.sample]) for call in calls])
+    return Plan(identity, index, seed, source, ids.request_id(identity, index, ordinal), calls)
 
 
 def seed_edits(handling: Handling, call: Call) -> list[Edit]:
@@ -100,9 +107,7 @@ def seed_edits(handling: Handling, call: Call) -> list[Edit]:
     return edits
 
 
-def _each_seed(wish: Wish, seed: int | None) -> Sequence[int]:
-    if seed is None:
-        return ()
+def _each_seed(wish: Wish, seed: int) -> Sequence[int]:
     if wish.samples == 1 and not wish.each:
         return (seed,)
     drawn = seeds.samples(seed, wish.samples)
