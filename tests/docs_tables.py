@@ -1,0 +1,232 @@
+"""The parts of the documents that are made from the code: settings, engines, vectors, timelines.
+
+    python -m tests.docs_tables        brings docs/ up to date and names the files that changed
+
+A part stands in a document between `<!-- begin: WHAT -->` and `<!-- end -->`; WHAT is one of `PARTS` and what it is
+to show.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from gateway import engines, schemes
+from gateway.core import seeds
+from gateway.core.types import Handling
+from gateway.settings import Settings, schema
+from tests.timelines import TIMELINES
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+NOT_YET = {
+    "state": r"settings\.state\b",
+    "sessions.idle_seconds": r"sessions\.idle_seconds\b",
+    "ledger.bodies": r"ledger\.bodies\b",
+    "timeouts.store": r"timeouts\.store\b",
+    "guards": r"settings\.guards\b",
+    "pools[].lane.members": r"lane\.members\b",
+}
+"""Settings that nothing reads yet: the key, and how the code would read it."""
+
+_PART = re.compile(r"(<!-- begin: (\w+)(?: ([^\n]*?))? -->\n).*?(<!-- end -->)", re.S)
+
+
+def rendered(text: str) -> str:
+    """A document with every part made anew."""
+    return _PART.sub(lambda match: f"{match[1]}\n{PARTS[match[2]](match[3] or '').strip()}\n\n{match[4]}", text)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    escaped = ([cell.replace("|", r"\|") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in escaped)
+
+
+# --- settings
+
+_SHOWN: tuple[tuple[Any, str], ...] = (
+    (schema.Seed, "0 … 2⁶³−1"),
+    (schema.Count, "integer from 1"),
+    (schema.Rank, "integer from 0"),
+    (schema.Port, "0 … 65535"),
+    (schema.Seconds, "seconds"),
+    (schema.Slack, "integer from 0, or `inf`"),
+    (schema.Name, "name"),
+    (schema.Key, "secret"),
+    (schema.Url, "URL"),
+    (schema.Keys, "secrets"),
+    (schema.State, "`memory` or a URL"),
+    (bool, "`true`, `false`"),
+    (str, "text"),
+    (Path, "folder"),
+)
+
+_NAMES = {
+    name: ", ".join(f"`{choice}`" for choice in choices)
+    for name, choices in (("scheme", schemes.names()), ("engine", engines.names()))
+}
+"""Keys whose values are the files of a folder."""
+
+
+def settings(section: str) -> str:
+    """The keys of one section, or those at the top that are no section."""
+    model: type[BaseModel] = Settings
+    for name in filter(None, section.replace("[]", "").split(".")):
+        model = _sections(get_type_hints(model, include_extras=True)[name])[0]
+    hints = get_type_hints(model, include_extras=True)
+    rows = (
+        (f"`{name}`", _NAMES.get(name) or _values(hints[name]), _default(field), _meaning(section, name, field))
+        for name, field in model.model_fields.items()
+        if not _sections(hints[name])
+    )
+    return table(("key", "values", "default", "meaning"), rows)
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _sections(argument)]
+
+
+def _values(annotation: Any) -> str:
+    for known, words in _SHOWN:
+        if annotation == known:
+            return words
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(_values(argument) for argument in get_args(annotation))
+    if annotation is type(None):
+        return "`null`"
+    if get_origin(annotation) is tuple:
+        return f"list: {_values(get_args(annotation)[0])}"
+    raise TypeError(annotation)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "needed"
+    if field.default == ():
+        return "`[]`"
+    value = field.default
+    shown = int(value) if isinstance(value, float) and value.is_integer() else value
+    return f"`{shown if isinstance(shown, str | Path) else json.dumps(shown)}`"
+
+
+def _meaning(section: str, name: str, field: FieldInfo) -> str:
+    key = f"{section}.{name}".removeprefix(".")
+    later = any(key == early or key.startswith(f"{early}.") for early in NOT_YET)
+    return f"{field.description}{' *(not in effect yet)*' if later else ''}"
+
+
+# --- engines
+
+
+def engine(name: str) -> str:
+    """What is done with each route of one engine."""
+    rows = (
+        (
+            f"`{path}`",
+            handling.kind if handling.role == "any" else f"{handling.kind}, {handling.role}",
+            _field(handling.seed) if handling.kind == "sample" else "–",
+            ", ".join(map(_field, handling.strays)) or "–",
+            _fan_out(handling),
+            _id(name, handling),
+        )
+        for path, handling in engines.load(name).ROUTES.items()
+    )
+    return table(("route", "kind, role", "seed goes to", "seeds moved from", "parted by", "engine id in"), rows)
+
+
+def _field(path: tuple[str, ...] | None) -> str:
+    return "**none**" if path is None else f"`{'.'.join(path)}`"
+
+
+def _fan_out(handling: Handling) -> str:
+    if handling.merge is None:
+        return "–"
+    parted = [f"`{field}`" for field in handling.inputs]
+    if handling.n is not None and (handling.clones or parted):
+        parted.insert(0, _field(handling.n) + ("" if handling.clones else " (with a list)"))
+    return ", ".join(parted) or "–"
+
+
+def _id(name: str, handling: Handling) -> str:
+    if handling.kind not in ("sample", "score"):
+        return "–"
+    if handling.engine_id is not None:
+        return _field(handling.engine_id)
+    return ", ".join(f"`{header.decode()}`" for header, _ in engines.load(name).id_headers("")) or "–"
+
+
+# --- seeds
+
+
+def vectors(scheme: str) -> str:
+    """Golden seeds of one scheme, computed."""
+    seed = schemes.load(scheme).seed
+    asked = (
+        [(42, "17:3", 0, None), (42, "17:3", 1, None), (42, "17:4", 0, None), (7, "17:3", 0, None)]
+        if scheme != "offset"
+        else [(42, "17:0", 0, 0), (42, "17:1", 0, 1), (42, "99:0", 0, 0), (42, "17:0", 1, 0)]
+    )
+    rows = (
+        (str(master), f"`{identity}`", str(index), "–" if member is None else str(member), f"`{drawn}`")
+        for master, identity, index, member in asked
+        for drawn in [seed(master, identity, index, member)]
+    )
+    return table(("master seed", "identity", "index", "member", "seed"), rows)
+
+
+def samples(seed: str) -> str:
+    """The seeds of the samples of a call."""
+    found = seeds.samples(int(seed), 4)
+    return table(("sample", "seed"), ((str(number), f"`{drawn}`") for number, drawn in enumerate(found)))
+
+
+# --- timelines
+
+
+def timeline(name: str) -> str:
+    """One of the timelines that the store is tested with."""
+    lines = [line.strip() for line in TIMELINES[name].strip().splitlines()]
+    return "\n".join(["```text", *lines, "```"])
+
+
+PARTS: dict[str, Callable[[str], str]] = {
+    "settings": settings,
+    "engine": engine,
+    "vectors": vectors,
+    "samples": samples,
+    "timeline": timeline,
+}
+
+
+def documents() -> Iterator[Path]:
+    """All documents for people, README first."""
+    yield ROOT / "README.md"
+    yield from sorted(DOCS.rglob("*.md"))
+
+
+def main() -> None:
+    """Bring the documents up to date."""
+    for document in documents():
+        text = document.read_text()
+        if (fresh := rendered(text)) != text:
+            document.write_text(fresh)
+            print(document.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
