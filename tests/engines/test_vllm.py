@@ -27,8 +27,8 @@ from tests.engines.asking import (
 )
 from tests.engines.servers import Server
 
-# The servers start within the first test.
-pytestmark = pytest.mark.timeout(600)
+# Installing and starting the servers is part of the first test.
+pytestmark = pytest.mark.timeout(1800)
 
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
