@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,30 +11,28 @@ from gateway.carriers.asgi import Application, DataPlane
 from gateway.changes import Changes
 from gateway.fleet import Fleet
 from gateway.health import Health
-from gateway.ledger.writer import Ledger, LedgerFault
 from gateway.pipeline import Pipeline
+from gateway.runs import Runs
 from gateway.settings import Settings
 from gateway.silence import Silence
 from gateway.stores.memory import MemoryStore
 from gateway.tasks import start, stop
 from gateway.telemetry import Telemetry
 
-FLUSH_SECONDS = 0.25
-"""How long a record of an end may stay in this process."""
-
 
 class Gateway:
     """All of it. Carriers need `owns`, `serve` and the bounds; servers need `application` and `running`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, resume: bool = False, new_run: bool = False) -> None:
         self.settings = settings
-        self.run = settings.run or new_run()
         self.telemetry = Telemetry()
         self.fleet = Fleet(settings)
-        self.ledger = Ledger(settings.ledger.path, self.run, f"{os.getpid()}-{time.time_ns()}")
-        self.pipeline = Pipeline(settings, self.run, self.fleet, MemoryStore(), self.ledger, self.telemetry)
+        store = MemoryStore()
+        self.runs = Runs(settings, store, self.telemetry.ledger_errors.add, resume=resume, new=new_run)
+        self.run = self.runs.own.name
+        self.pipeline = Pipeline(settings, self.runs, self.fleet, store, self.telemetry)
         self.health = Health(settings, self.fleet)
-        self.changes = Changes(self.run, self.fleet, self.health, self.ledger)
+        self.changes = Changes(self.run, self.fleet, self.health, self.runs.own.ledger)
         self.silence = Silence(settings.timeouts, self.pipeline.dispatcher)
         self.head_bytes = settings.limits.head_bytes
         self.body_bytes = settings.limits.body_bytes
@@ -57,17 +52,16 @@ class Gateway:
     def application(self) -> Application:
         """The whole gateway for any ASGI server."""
         rest: Any = control.build(
-            self.settings, self.run, self.fleet, self.telemetry, self.changes, lambda: self.draining
+            self.settings, self.runs.own, self.fleet, self.telemetry, self.changes, lambda: self.draining
         )
         return DataPlane(self, rest)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Probe and write while it serves; the ledger is whole afterwards."""
+        """Probe while it serves; its runs are ended cleanly afterwards."""
         tasks = (
             start(self.health.run(), "health"),
             start(self.silence.run(), "silence"),
-            start(self._flush(), "ledger"),
         )
         try:
             yield
@@ -75,15 +69,7 @@ class Gateway:
             await stop(*tasks)
             for replica in self.fleet.replicas:
                 replica.connections.close()
-            self.ledger.close()
-
-    async def _flush(self) -> None:
-        while True:
-            await asyncio.sleep(FLUSH_SECONDS)
-            try:
-                self.ledger.flush()
-            except LedgerFault:
-                self.telemetry.ledger_errors.add()
+            self.runs.close()
 
     def _gauges(self) -> None:
         replica_labels = ("pool", "replica")
@@ -101,8 +87,3 @@ class Gateway:
         add("detgate_in_flight", "Requests on their way to a replica or in it.", replica_labels, loads)
         add("detgate_replica_up", "1 while a replica answers its probes.", replica_labels, ups)
         add("detgate_lane_waiting", "Requests that wait in lanes.", ("pool",), waiting)
-
-
-def new_run() -> str:
-    """A name for a run that was given none. It enters no decision."""
-    return f"run-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"

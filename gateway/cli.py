@@ -48,14 +48,14 @@ def _serve(args: argparse.Namespace) -> int:
         raise InvalidSettings(["pools: none; list them in a file (--config), or name servers by --worker-urls"])
     from gateway import serve
 
-    serve.run(settings, lambda: _settings(args))
+    serve.run(settings, lambda: _settings(args), resume=args.resume, new_run=args.new_run)
     return 0
 
 
 def _demo(args: argparse.Namespace) -> int:
     from gateway import demo
 
-    demo.run(_flags(args))
+    demo.run(_flags(args), resume=args.resume, new_run=args.new_run)
     return 0
 
 
@@ -152,8 +152,12 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=command)
         return added
 
-    _serve_flags(add("serve", _serve, "the gateway before the pools of the configuration"))
-    _demo_flags(add("demo", _demo, "simulated replicas with the gateway in front"))
+    serve = add("serve", _serve, "the gateway before the pools of the configuration")
+    _serve_flags(serve)
+    _run_flags(serve)
+    demo = add("demo", _demo, "simulated replicas with the gateway in front")
+    _demo_flags(demo)
+    _run_flags(demo)
     _sim_flags(add("sim", _sim, "one simulated engine; POST /_sim switches its faults"))
     _config_flags(add("config", _config, "what is in force, secrets masked"))
     _seed_flags(add("seed", _seed, "the seed that a request gets"))
@@ -163,6 +167,12 @@ def _parser() -> argparse.ArgumentParser:
 def _serve_flags(parser: argparse.ArgumentParser) -> None:
     _file_flag(parser)
     _setting_flags(parser, _SETTINGS)
+
+
+def _run_flags(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--resume", action="store_true", help="go on with the run, although it has ended")
+    which.add_argument("--new-run", action="store_true", help="begin a run, although the last did not end cleanly")
 
 
 def _config_flags(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ from gateway.core.errors import CallerFault, Fault, NotFound, WrongMethod
 from gateway.core.shapes import error_body, error_headers
 from gateway.fleet import Fleet, Pool
 from gateway.routes import API_OF
+from gateway.runs import Run
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 
@@ -23,7 +24,7 @@ EXPOSITION = "text/plain; version=1.0.0; charset=utf-8"
 
 
 def build(
-    settings: Settings, run: str, fleet: Fleet, telemetry: Telemetry, changes: Changes, draining: Callable[[], bool]
+    settings: Settings, run: Run, fleet: Fleet, telemetry: Telemetry, changes: Changes, draining: Callable[[], bool]
 ) -> FastAPI:
     """The application. What it shows is read when it is asked for."""
     app = FastAPI(title="detgate", version=__version__, docs_url=None, redoc_url=None)
@@ -46,10 +47,13 @@ def build(
         ready = probed and len(why_not) < len(asked) and not draining()
         if draining():
             why_not.insert(0, "shutting down")
+        if run.differs:
+            ready = False
+            why_not.insert(0, f"run {run.name} began with other settings: {', '.join(run.differs)}")
         told = {
             "status": "ready" if ready else "not ready",
             "why": why_not,
-            "run": run,
+            "run": run.name,
             "pools": {each.name: _state(each) for each in fleet},
         }
         return _json(200 if ready else 503, told)
@@ -60,7 +64,7 @@ def build(
 
     @app.get("/determinism", summary="What is known of the engines' determinism")
     async def determinism() -> dict[str, Any]:
-        return {"profile": settings.profile, "run": run, "pools": {pool.name: _determinism(pool) for pool in fleet}}
+        return {"profile": settings.profile, "run": run.name, "pools": {pool.name: _determinism(pool) for pool in fleet}}
 
     describe = app.openapi
 

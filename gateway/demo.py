@@ -36,20 +36,20 @@ What it knows of its replicas: curl -s {url}/readyz    CTRL-C ends it.
 """
 
 
-def run(flags: Mapping[str, Any]) -> None:
+def run(flags: Mapping[str, Any], *, resume: bool = False, new_run: bool = False) -> None:
     """Serve until CTRL-C. `flags` win over the demo's own settings."""
     with asyncio.Runner() as runner:
-        runner.run(_serve(flags))
+        runner.run(_serve(flags, resume, new_run))
 
 
-async def _serve(flags: Mapping[str, Any]) -> None:
+async def _serve(flags: Mapping[str, Any], resume: bool, new_run: bool) -> None:
     async with AsyncExitStack() as stack:
         urls = []
         for replica in (_POLICY, _POLICY, _REWARD):
             urls.append((await stack.enter_async_context(SimServer(replica))).url)
         settings = Settings.load(None, os.environ, merged(_pools(urls), dict(flags)))
         configure(settings.log)
-        gateway = Gateway(settings)
+        gateway = Gateway(settings, resume=resume, new_run=new_run)
         server = Server(gateway)
 
         async def welcome() -> None:

@@ -21,11 +21,11 @@ from gateway.core.indexing import Ask, Kind
 from gateway.core.types import Call, Headers, Request
 from gateway.fleet import Fleet
 from gateway.keys import Keys
-from gateway.ledger.writer import Ledger
 from gateway.local import Local
 from gateway.reader import Reader
 from gateway.record import Record
 from gateway.routes import API_OF, is_data_plane
+from gateway.runs import Runs
 from gateway.sending import Dispatcher, Job, Sending
 from gateway.settings import Settings
 from gateway.statement import Statement
@@ -42,10 +42,9 @@ class Pipeline:
     def __init__(
         self,
         settings: Settings,
-        run: str,
+        runs: Runs,
         fleet: Fleet,
         store: Store,
-        ledger: Ledger,
         telemetry: Telemetry,
     ) -> None:
         self.settings = settings
@@ -53,8 +52,9 @@ class Pipeline:
         self.dispatcher = Dispatcher(settings, fleet, telemetry)
         self._keys = Keys(settings.auth)
         self._local = Local(fleet, self.dispatcher)
-        self._reader = Reader(settings, run, fleet)
-        self._record = Record(settings, store, ledger, telemetry)
+        self._runs = runs
+        self._reader = Reader(settings, runs.own.name, fleet)
+        self._record = Record(settings, store, telemetry)
         self._statement = Statement(settings)
         self.draining = False
         self.drained = asyncio.Event()
@@ -118,6 +118,7 @@ class Pipeline:
         caller, handling, document = asked.caller, asked.handling, asked.document
         if self._off or handling.kind not in ("sample", "score"):
             return
+        work.run = self._runs.find(asked.run)
         order, number = caller.order, caller.number
         if handling.kind == "score":
             order, number = "content", None

@@ -9,7 +9,6 @@ import structlog
 from gateway.answers import answered
 from gateway.core import plan
 from gateway.core.errors import StoreFault, UpstreamFault
-from gateway.ledger.writer import Ledger
 from gateway.settings import Settings
 from gateway.stores import Store
 from gateway.telemetry import Telemetry
@@ -21,10 +20,9 @@ log = structlog.get_logger("detgate.request")
 class Record:
     """Tells ledger, metrics and log of every request."""
 
-    def __init__(self, settings: Settings, store: Store, ledger: Ledger, telemetry: Telemetry) -> None:
+    def __init__(self, settings: Settings, store: Store, telemetry: Telemetry) -> None:
         self._settings = settings
         self._store = store
-        self._ledger = ledger
         self._telemetry = telemetry
         self._debug = settings.log.level == "debug"
 
@@ -34,11 +32,13 @@ class Record:
         assert work.scope is not None
         assert work.ask is not None
         caller = asked.caller
-        self._ledger.opened(
+        run = work.run
+        assert run is not None
+        run.ledger.opened(
             {
                 "event": "opened",
                 "run": work.scope.run,
-                "epoch": self._store.epoch,
+                "epoch": run.epoch,
                 "session": work.scope.session,
                 "identity": work.scope.identity,
                 "index": decided.index,
@@ -120,37 +120,35 @@ class Record:
     def _close_record(self, work: Work, used: bool, now: float) -> None:
         assert work.scope is not None
         assert work.plan is not None
+        assert work.run is not None
         answer, job = work.answer, work.job
         observed = answer.observed
-        try:
-            self._ledger.closed(
-                {
-                    "event": "closed",
-                    "run": work.scope.run,
-                    "session": work.scope.session,
-                    "identity": work.scope.identity,
-                    "index": work.plan.index,
-                    "outcome": _outcome(work),
-                    "used": used,
-                    "racing": work.raced,
-                    "status": answer.status or None,
-                    "error": self._error(work),
-                    "replica": job.replicas[-1] if job is not None and job.replicas else None,
-                    "replicas": job.replicas if job is not None else [],
-                    "attempt": job.attempts if job is not None else 0,
-                    "flags": job.flags if job is not None else [],
-                    "sticky": job is not None and job.sticky,
-                    "lane_wait": job.lane_wait if job is not None else 0.0,
-                    "finish_reasons": observed.finish_reasons if observed is not None else None,
-                    "usage": observed.usage if observed is not None else None,
-                    "answer": observed.content if observed is not None else None,
-                    "weight_version": observed.weight_version if observed is not None else None,
-                    "first_byte_seconds": answer.first_byte_at - work.since if answer.first_byte_at else None,
-                    "seconds": now - work.since,
-                }
-            )
-        except StoreFault:
-            self._telemetry.ledger_errors.add()
+        work.run.ledger.closed(
+            {
+                "event": "closed",
+                "run": work.scope.run,
+                "session": work.scope.session,
+                "identity": work.scope.identity,
+                "index": work.plan.index,
+                "outcome": _outcome(work),
+                "used": used,
+                "racing": work.raced,
+                "status": answer.status or None,
+                "error": self._error(work),
+                "replica": job.replicas[-1] if job is not None and job.replicas else None,
+                "replicas": job.replicas if job is not None else [],
+                "attempt": job.attempts if job is not None else 0,
+                "flags": job.flags if job is not None else [],
+                "sticky": job is not None and job.sticky,
+                "lane_wait": job.lane_wait if job is not None else 0.0,
+                "finish_reasons": observed.finish_reasons if observed is not None else None,
+                "usage": observed.usage if observed is not None else None,
+                "answer": observed.content if observed is not None else None,
+                "weight_version": observed.weight_version if observed is not None else None,
+                "first_byte_seconds": answer.first_byte_at - work.since if answer.first_byte_at else None,
+                "seconds": now - work.since,
+            }
+        )
 
     def _count(self, work: Work) -> None:
         if work.claim is None or work.asked is None:
@@ -169,7 +167,7 @@ def _outcome(work: Work) -> str:
         return "delivered"
     if work.fault is not None:
         return "failed" if isinstance(work.fault, UpstreamFault | StoreFault) else "refused"
-    if answer.error is not None or answer.observed is not None:
+    if answer.error is not None or answer.observed is not None or answer.status >= 400:
         return "failed"
     return "abandoned"
 

@@ -23,19 +23,25 @@ from gateway.tasks import start
 log = structlog.get_logger("detgate")
 
 
-def run(settings: Settings, load: Callable[[], Settings]) -> None:
-    """Serve until SIGTERM or CTRL-C. SIGHUP asks `load` for the settings anew and brings the replicas to them."""
+def run(settings: Settings, load: Callable[[], Settings], *, resume: bool = False, new_run: bool = False) -> None:
+    """Serve until SIGTERM or CTRL-C. SIGHUP asks `load` for the settings anew and brings the replicas to them.
+
+    `resume`: go on with a run that has ended. `new_run`: begin one although the last did not end.
+    """
     configure(settings.log)
     for line in settings.warnings():
         log.warning(line)
     loop_factory = uvicorn.Config("", loop="uvloop").get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(_serve(settings, load))
+        runner.run(_serve(settings, load, resume, new_run))
 
 
-async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
-    gateway = Gateway(settings)
-    log.info("run", run=gateway.run, ledger=str(gateway.ledger.file), profile=settings.profile)
+async def _serve(settings: Settings, load: Callable[[], Settings], resume: bool, new_run: bool) -> None:
+    gateway = Gateway(settings, resume=resume, new_run=new_run)
+    own = gateway.runs.own
+    log.info("run", run=own.name, resumed=own.resumed, ledger=str(own.folder), profile=settings.profile)
+    if own.differs:
+        log.error("not ready: the run began with other settings", run=own.name, keys=own.differs)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, gateway, load)
     async with gateway.running():
         await Server(gateway).listen()

@@ -11,6 +11,7 @@ from gateway.core.errors import Fault
 from gateway.core.indexing import Ask, Claim
 from gateway.core.types import Api, Handling, Request
 from gateway.fleet import Pool
+from gateway.runs import Run
 from gateway.sending import Job
 from gateway.stores import ScopeKey
 
@@ -36,6 +37,7 @@ class Work:
     since: float
     api: Api = "openai"
     asked: Asked | None = None
+    run: Run | None = None
     claim: Claim | None = None
     plan: plan.Plan | None = None
     job: Job | None = None

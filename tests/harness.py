@@ -68,7 +68,7 @@ class Gate:
 
     def records(self) -> list[dict[str, Any]]:
         """The ledger as it is now."""
-        self.gateway.ledger.flush()
+        self.gateway.runs.own.ledger.flush()
         files = sorted(self.ledger.rglob("*.jsonl"))
         return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
@@ -127,6 +127,7 @@ async def gateway(
     *pools: dict[str, Any],
     carrier: CarrierName = "http1",
     middleware: Callable[[Application], Application] | None = None,
+    resume: bool = False,
     **settings: Any,
 ) -> AsyncIterator[Gate]:
     """A gateway on a free port, with its ledger in a temporary folder. Ready when every replica was probed.
@@ -140,7 +141,7 @@ async def gateway(
             "health": {"interval": 0.05, "timeout": 1.0},
             "port": 0,
         } | settings
-        made = Gateway(Settings.load(None, {}, given))
+        made = Gateway(Settings.load(None, {}, given), resume=resume)
         listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         port = listener.getsockname()[1]
         server = _Server(made, listener, carrier)
@@ -151,7 +152,7 @@ async def gateway(
             await server.listening.wait()
             url = f"http://127.0.0.1:{port}"
             async with httpx.AsyncClient(base_url=url, timeout=30.0, verify=False) as http:
-                gate = Gate(made, server, url, port, http, Path(folder), serving)
+                gate = Gate(made, server, url, port, http, made.settings.ledger.path, serving)
                 await gate.until(lambda: all(replica.state != "unknown" for replica in made.fleet.replicas))
                 try:
                     yield gate

@@ -178,6 +178,33 @@ class Scope:
             bound.content = None
         return not live.used
 
+    def restore(self, ask: Ask, index: int, *, raced: bool) -> None:
+        """Take in a claim that was made before: it is live again until it is settled. In the order of the claims."""
+        self.kind = ask.kind
+        if ask.kind != "client":
+            self.next = max(self.next, index + 1)
+        if raced:
+            self.raced.add(index)
+        known = self.bound.get(index)
+        if ask.key is not None:
+            self._bind(ask.key, index, ask.content)
+        elif ask.number is not None and known is None:
+            self.bound[index] = Bound(ask.content)
+        elif ask.number is not None and known is not None:
+            known.content = ask.content
+        bound = self.bound.get(index)
+        free = self.released.get(ask.raw)
+        again = free is not None and index in free
+        if again and free is not None:
+            free.remove(index)
+            if not free:
+                del self.released[ask.raw]
+        before = bound.used if bound is not None else not again and index in self.live
+        live = self._hold(index, ask.raw, used=before)
+        if bound is None:
+            self._note(ask, index)
+            self.asked[ask.raw].live += live.claims == 1
+
     def _check_kind(self, ask: Ask) -> None:
         if self.kind is not None and "client" in (self.kind, ask.kind) and self.kind != ask.kind:
             theirs = "X-Request-Index" if self.kind == "client" else "the order of arrival"

@@ -1,12 +1,14 @@
 """Appends records to the ledger of a run.
 
-*opened* is handed to the kernel before the request goes on, so that it survives the process; *closed* may wait for the
-next write. Records of one process go into segments of its own: `{path}/{run}/{segment}.jsonl`.
+*opened* is handed to the kernel before the request goes on, so that it survives the process; *closed* in the same turn
+of the event loop, with all others of that turn. Each process writes segments of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +16,47 @@ import orjson
 
 from gateway.core.errors import StoreFault
 
-BUFFER_BYTES = 65536
-
 
 class LedgerFault(StoreFault):
     code = "ledger_unavailable"
 
 
 class Ledger:
-    """The segment that this process appends to. `sync` is owed before `open` returns, never for `close`."""
+    """The segment that this process appends to. `failed` is called when what was closed cannot be written."""
 
-    def __init__(self, path: Path, run: str, segment: str) -> None:
-        self.file = path / run / f"{segment}.jsonl"
-        self.file.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, file: Path, failed: Callable[[], None] = lambda: None) -> None:
+        self.file = file
+        self.failed = failed
+        self._due = False
         self._fd = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._held = bytearray()
 
     def opened(self, record: dict[str, Any]) -> None:
-        """Write a claim. Raises `LedgerFault`: the request must not go on."""
-        self._held += orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-        self.flush()
+        """Write a claim. Raises `LedgerFault`: the request must not go on, and nothing of its record is kept."""
+        line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+        self._held += line
+        try:
+            self.flush()
+        except LedgerFault:
+            left = len(self._held)
+            del self._held[max(0, left - len(line)) :]
+            if left < len(line):
+                self._held += b"\n"  # ends the line that was begun
+            raise
 
     def closed(self, record: dict[str, Any]) -> None:
-        """Keep an end for the next write. Raises `LedgerFault` where the buffer is full and cannot be written."""
+        """Write an end before this turn of the loop is over."""
         self._held += orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-        if len(self._held) > BUFFER_BYTES:
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._flush_due)
+
+    def _flush_due(self) -> None:
+        self._due = False
+        try:
             self.flush()
+        except LedgerFault:
+            self.failed()
 
     def flush(self) -> None:
         """Hand all that is held to the kernel."""

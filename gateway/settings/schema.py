@@ -231,6 +231,7 @@ class Limits(Section):
     body_bytes: Count = Field(67108864, description="Longest request body, in bytes.")
     head_bytes: Count = Field(65536, description="Longest request head, in bytes.")
     queue: Count = Field(4096, description="Requests that may wait in one lane; past it 503.")
+    runs: Count = Field(64, description="Runs that requests may name and one process has open.")
     attempts: Count = Field(3, description="Sendings of one request, the first included.")
 
 

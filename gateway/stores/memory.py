@@ -7,7 +7,9 @@ gets in between.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from gateway.core.errors import Conflict
 from gateway.core.indexing import Ask, Claim, Scope, Session, Wait
@@ -50,6 +52,36 @@ class MemoryStore:
         released = self._scopes[key].settle(index, used=used)
         self._wake(key)
         return released
+
+    def restore(self, run: str, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Bring a run's counters to where its ledger left them. Gives an end for each request that has none.
+
+        What was in flight when the process died was not delivered as far as anyone knows: its index is released.
+        """
+        live: dict[tuple[ScopeKey, int], list[dict[str, Any]]] = {}
+        for record in records:
+            if record.get("event") not in ("opened", "closed"):
+                continue
+            key = ScopeKey(run, record["session"], record["identity"])
+            claims = live.setdefault((key, record["index"]), [])
+            scope = self._scopes.get(key) or self._open(key)
+            if record["event"] == "opened":
+                claims.append(record)
+                scope.restore(_ask(record), record["index"], raced="racing" in record["flags"])
+            elif claims:
+                claims.pop()
+                self._end(scope, record["index"], used=record["used"])
+        lost = []
+        for (key, index), claims in live.items():
+            for record in claims:
+                self._end(self._scopes[key], index, used=False)
+                names = {name: record[name] for name in ("run", "session", "identity", "index")}
+                lost.append({"event": "closed", **names, "outcome": "failed", "error": "gateway-lost", "used": False})
+        return lost
+
+    def _end(self, scope: Scope, index: int, *, used: bool) -> None:
+        scope.complete(index)
+        scope.settle(index, used=used)
 
     def raced(self, key: ScopeKey, index: int) -> bool:
         return index in self._scopes[key].raced
@@ -107,3 +139,16 @@ class MemoryStore:
         waiters.remove(waiter)
         if not waiters:
             del self._waiters[key]
+
+
+def _ask(record: dict[str, Any]) -> Ask:
+    """The ask that led to a record."""
+    order = record["order"]
+    return Ask(
+        order,
+        bytes.fromhex(record["digest"]),
+        record["content"],
+        record["index"] if order == "client" else None,
+        record["key"],
+        record["repeat"],
+    )

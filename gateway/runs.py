@@ -1,0 +1,164 @@
+"""Runs: which one a process serves, its folder, and what of it must be known again after a crash.
+
+A run's folder is `{ledger.path}/{run}`: `run.json` says what it is, `lock` that a process has it, `*.jsonl` are the
+records. One process has a run's folder at a time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from gateway.core.errors import Busy
+from gateway.ledger.reader import Segments
+from gateway.ledger.writer import Ledger
+from gateway.settings import InvalidSettings, Settings
+from gateway.stores.memory import MemoryStore
+
+OPEN, ENDED = "open", "ended"
+
+
+class RunBusy(Busy):
+    code = "run_busy"
+
+
+class Run:
+    """One run that this process serves: its folder locked, its counters restored, its ledger open."""
+
+    def __init__(
+        self, settings: Settings, name: str, store: MemoryStore, failed: Callable[[], None], *, named: bool
+    ) -> None:
+        self.name = name
+        self.folder = settings.ledger.path / name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(self.folder)
+        known = _known(self.folder)
+        self.resumed = bool(known)
+        deciding = settings.deciding()
+        self.differs = sorted(
+            key for key, value in deciding.items() if known.get("deciding", deciding).get(key) != value
+        )
+        """Deciding settings that are not those the run began with: the process must not serve it."""
+        segments = Segments(self.folder)
+        lost = store.restore(name, segments)
+        self.epoch = int(known.get("epoch", 0)) + segments.gap
+        self.ledger = Ledger(self.folder / f"{time.time_ns()}-{os.getpid()}.jsonl", failed)
+        self._about = {
+            "run": name,
+            "named": named,
+            "started": known.get("started") or time.time(),
+            "epoch": self.epoch,
+            "deciding": known.get("deciding", deciding),
+        }
+        self._write(OPEN)
+        for record in lost:
+            self.ledger.closed(record)
+
+    def close(self) -> None:
+        """End it cleanly: nothing is in flight any more."""
+        self.ledger.close()
+        self._write(ENDED)
+        os.close(self._lock)
+
+    def _write(self, state: str) -> None:
+        partial = self.folder / "run.json.new"
+        partial.write_bytes(orjson.dumps({**self._about, "state": state}, option=orjson.OPT_INDENT_2))
+        partial.replace(self.folder / "run.json")
+
+
+class Runs:
+    """All runs that this process serves: its own, and those that requests name."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: MemoryStore,
+        failed: Callable[[], None],
+        *,
+        resume: bool = False,
+        new: bool = False,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._failed = failed
+        name = _chosen(settings, resume=resume, new=new)
+        self.own = Run(settings, name, store, failed, named=settings.run is not None)
+        self._open = {name: self.own}
+
+    def find(self, name: str) -> Run:
+        """The run of that name, opened if need be. Raises `Busy` where it cannot be served here."""
+        run = self._open.get(name)
+        if run is None:
+            limit = self._settings.limits.runs
+            if len(self._open) >= limit:
+                raise Busy(f"{limit} runs are open already. End some, or raise limits.runs.", code="too_many_runs")
+            run = self._open[name] = Run(self._settings, name, self._store, self._failed, named=True)
+        if run.differs:
+            raise Busy(
+                f"Run {name} began with other settings: {', '.join(run.differs)}. "
+                "Put them back, or begin another run (--new-run, or another name).",
+                code="run_differs",
+                retry_after=60,
+            )
+        return run
+
+    def close(self) -> None:
+        """End all of them cleanly."""
+        for run in self._open.values():
+            run.close()
+
+
+def _chosen(settings: Settings, *, resume: bool, new: bool) -> str:
+    """The run to serve. After an unclean end it is that run again; raises `InvalidSettings` where a name was used."""
+    path = settings.ledger.path
+    if settings.run is not None:
+        known = _known(path / settings.run)
+        if known and known.get("state") == ENDED and not resume:
+            raise InvalidSettings(
+                [f"run: {settings.run} has ended already; --resume goes on with it, another name begins a new one"]
+            )
+        return settings.run
+    if not new:
+        unnamed = [
+            known
+            for folder in (path.iterdir() if path.is_dir() else ())
+            if (known := _known(folder)) and not known.get("named")
+        ]
+        last = max(unnamed, key=lambda known: float(known.get("started", 0)), default=None)
+        if last is not None and (resume or last.get("state") == OPEN) and _free(path / str(last["run"])):
+            return str(last["run"])
+    return f"run-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
+
+
+def _known(folder: Path) -> dict[str, Any]:
+    try:
+        known = orjson.loads((folder / "run.json").read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _locked(folder: Path) -> int:
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise RunBusy(
+            f"Another process has run {folder.name}. One process serves a run with state: memory.", retry_after=60
+        ) from None
+    return descriptor
+
+
+def _free(folder: Path) -> bool:
+    try:
+        os.close(_locked(folder))
+    except RunBusy:
+        return False
+    return True
