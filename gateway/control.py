@@ -64,7 +64,8 @@ def build(
 
     @app.get("/determinism", summary="What is known of the engines' determinism")
     async def determinism() -> dict[str, Any]:
-        return {"profile": settings.profile, "run": run.name, "pools": {pool.name: _determinism(pool) for pool in fleet}}
+        pools = {pool.name: _determinism(pool) for pool in fleet}
+        return {"profile": settings.profile, "run": run.name, "pools": pools}
 
     describe = app.openapi
 

@@ -10,6 +10,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,9 @@ def _chosen(settings: Settings, *, resume: bool, new: bool) -> str:
         last = max(unnamed, key=lambda known: float(known.get("started", 0)), default=None)
         if last is not None and (resume or last.get("state") == OPEN) and _free(path / str(last["run"])):
             return str(last["run"])
-    return f"run-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
+    stem = f"run-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"
+    names = (stem if number == 0 else f"{stem}-{number}" for number in count())
+    return next(name for name in names if not (path / name).exists())
 
 
 def _known(folder: Path) -> dict[str, Any]:
