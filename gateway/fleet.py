@@ -42,7 +42,7 @@ class Replica:
         """Its own metrics tell of more requests than this gateway sent."""
         self.changed = asyncio.Event()
         address = self.connections.address
-        head = [f"host: {address.authority}\r\n".encode()]
+        head = [f"host: {address.authority}\r\naccept-encoding: identity\r\n".encode()]
         if pool.api_key is not None:
             head.append(f"authorization: Bearer {pool.api_key.get_secret_value()}\r\n".encode())
         if settings.dp_rank is not None:
