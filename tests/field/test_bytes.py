@@ -21,6 +21,7 @@ from tests.field.routes import (
     GENERATE,
     MESSAGES,
     RESPONSES,
+    SAMPLING,
     SGLANG_CHAT,
     TOKENS,
     Route,
@@ -192,7 +193,7 @@ async def test_what_the_gateway_does_not_set_is_not_touched(route: Route, member
     assert route.without_own(await as_sent(route, body)) == body
 
 
-@over(EVERY)
+@over((*SAMPLING, SGLANG_CHAT))
 async def test_the_same_index_makes_the_same_bytes(route: Route) -> None:
     """A request sent twice under one index is the same to the engine, byte for byte (kubeai#690)."""
     async with FakeWorker(route.polite) as worker, gateway(route.pool(worker.url)) as gate:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.carriers.asgi import Application, Receive, Send
+from gateway.ledger.writer import Ledger
 from gateway.stores.memory import MemoryStore
 from gateway.upstream import Exchange
 from tests.field.routes import CHAT, EVERY, GENERATE, SAMPLING, Route, both_carriers, over
@@ -223,31 +224,31 @@ async def test_a_stream_counts_until_its_last_byte(route: Route, carrier: Carrie
             assert await gate.gauge("detgate_in_flight", **labels) == 0
 
 
-def abort_raises(patch: pytest.MonkeyPatch, gate: Gate) -> None:
+def abort_raises(patch: pytest.MonkeyPatch) -> None:
     def abort(exchange: Exchange, reason: str = "", *, timeout: bool = False) -> None:
         raise RuntimeError("cannot abort")
 
     patch.setattr(Exchange, "abort", abort)
 
 
-def settle_raises(patch: pytest.MonkeyPatch, gate: Gate) -> None:
+def settle_raises(patch: pytest.MonkeyPatch) -> None:
     async def settle(*_: object, **__: object) -> bool:
         raise RuntimeError("cannot settle")
 
     patch.setattr(MemoryStore, "settle", settle)
 
 
-def ledger_raises(patch: pytest.MonkeyPatch, gate: Gate) -> None:
-    def closed(record: dict[str, Any]) -> None:
+def ledger_raises(patch: pytest.MonkeyPatch) -> None:
+    def closed(ledger: Ledger, record: dict[str, Any]) -> None:
         raise OSError("disk gone")
 
-    patch.setattr(gate.gateway.ledger, "closed", closed)
+    patch.setattr(Ledger, "closed", closed)
 
 
 @both_carriers
 @pytest.mark.parametrize("fault", [abort_raises, settle_raises, ledger_raises])
 async def test_a_clean_up_that_fails_gives_everything_back(
-    carrier: CarrierName, fault: Callable[[pytest.MonkeyPatch, Gate], None], monkeypatch: pytest.MonkeyPatch
+    carrier: CarrierName, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replica resets in mid-stream, then cleaning up raises; the gauge is back at 0 (sglang-omni#931)."""
 
@@ -258,7 +259,7 @@ async def test_a_clean_up_that_fails_gives_everything_back(
         reply.reset()
 
     async with FakeWorker(script) as worker, gateway(CHAT.pool(worker.url), carrier=carrier) as gate:
-        fault(monkeypatch, gate)
+        fault(monkeypatch)
         for _ in range(3):
             async with Wire(gate.port) as wire:
                 wire.post(CHAT.path, CHAT.body(stream=True))
