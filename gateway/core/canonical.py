@@ -70,6 +70,7 @@ _NUMBER = re.compile(r"(-?)([0-9]+)(?:\.([0-9]+))?(?:[eE]([+-]?)0*([0-9]+))?")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NAMES = {"true": True, "false": False, "null": None}
 _LOOKED_INTO = frozenset({float, dict, list})
+_HOLDERS = frozenset({dict, list})
 _ID_HOLDERS = frozenset({"tool_calls", "tool_call_id"})
 _STRINGS = json.JSONDecoder()
 
@@ -238,14 +239,15 @@ def _without_ids(body: dict[str, Any]) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for field, names in (("messages", ()), ("input", ("call_id", "id"))):
         turns = body.get(field)
-        if type(turns) is list and not {dict, list}.isdisjoint(map(type, turns)):
+        if type(turns) is list and not _HOLDERS.isdisjoint(map(type, turns)):
             changed[field] = [
                 [_turn(part, names, ids) for part in turn]
                 if type(turn) is list and field == "messages"
                 else _turn(turn, names, ids)
                 for turn in turns
             ]
-    changed |= _ordinals(body, ("previous_response_id",), ids)
+    if "previous_response_id" in body:
+        changed |= _ordinals(body, ("previous_response_id",), ids)
     return body | changed if changed else body
 
 

@@ -28,6 +28,8 @@ _STEP = re.compile(rb'"[^"]{0,64}"|"|\[|\]|\{|\}')
 Spelled so that every branch begins with a literal: `re` then skips what is between without trying each."""
 _NESTING = b'"[{'
 _SCALAR = re.compile(rb"[^\s,\]}]+")
+_SCALAR_VALUE = re.compile(rb'\s*:\s*([^\s,\]}"\[{]+)')
+"""A value that is no string, list or object, behind the colon of its key."""
 _KEY = re.compile(rb'[\s,]*(?=")')
 _COLON = re.compile(rb"\s*:\s*")
 _COMMA = re.compile(rb"[\s,]*")
@@ -121,8 +123,7 @@ class Document:
     def check_unique(self, names: Iterable[str | tuple[str, str]]) -> None:
         """Raise `DuplicateField` if one of these fields stands more than once in its object.
 
-        A name is a field of the body, a pair a field of an object in the body: `("sampling_params",
-        "seed")`.
+        A name is a field of the body, a pair a field of an object in it: `("sampling_params", "seed")`.
         """
         if self._written_once():
             return
@@ -131,11 +132,7 @@ class Document:
             if isinstance(name, str):
                 if name in value and self._place(name) is None:
                     self._check_once((name,))
-            elif (
-                type(holder := value.get(name[0])) is dict
-                and name[1] in holder
-                and self._place(name[1]) is None
-            ):
+            elif type(holder := value.get(name[0])) is dict and name[1] in holder and self._place(name[1]) is None:
                 self._check_once(name)
 
     def literal(self, path: tuple[str, ...]) -> bytes | None:
@@ -145,6 +142,10 @@ class Document:
             if type(value) is not dict or name not in value:
                 return None
             value = value[name]
+        name = path[-1]
+        place = self._place(name)
+        if place is not None and (match := _SCALAR_VALUE.match(self.raw, place + len(name) + 2)) is not None:
+            return match[1]
         start = self._value(path)
         return self.raw[start : self._end(start)]
 
@@ -198,9 +199,7 @@ class Document:
         except TypeError:  # deeper than it writes, or what only Python's reader takes
             return False
 
-    def _splice(
-        self, tree: _Tree, value: dict[str, Any], path: tuple[str, ...], splices: list[_Splice]
-    ) -> None:
+    def _splice(self, tree: _Tree, value: dict[str, Any], path: tuple[str, ...], splices: list[_Splice]) -> None:
         front: list[bytes] = []
         moved: list[Rename | Remove] = []
         for name, edit in tree.items():

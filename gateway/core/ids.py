@@ -16,9 +16,7 @@ _KEPT = 100
 _UNSAFE = re.compile(r"[^A-Za-z0-9\-._:/]").search
 
 # The versions of RFC 9562 that are drawn or stamped; 3 and 5 are digests of a name, and repeat.
-_UUID = re.compile(
-    r"[0-9a-f]{8}-[0-9a-f]{4}-[12467][0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", re.IGNORECASE
-)
+_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[12467][0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", re.IGNORECASE)
 _BARE_UUID = re.compile(
     r"(?<![0-9A-Fa-f])(?=[0-9]*[A-Fa-f])"
     r"(?:[0-9a-f]{12}[12467][0-9a-f]{3}[89ab][0-9a-f]{15}|[0-9A-F]{12}[12467][0-9A-F]{3}[89AB][0-9A-F]{15})"

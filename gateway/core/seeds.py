@@ -64,7 +64,5 @@ def parse(literal: bytes) -> int | None:
         return None
     if _INTEGER.fullmatch(literal) is None or (seed := int(literal)) > LARGEST_CLIENT:
         shown = literal[:40].decode(errors="replace") + ("…" if len(literal) > 40 else "")
-        raise InvalidSeed(
-            f"A seed must be an integer from 0 to {LARGEST_CLIENT}, written as one, not {shown}."
-        )
+        raise InvalidSeed(f"A seed must be an integer from 0 to {LARGEST_CLIENT}, written as one, not {shown}.")
     return seed

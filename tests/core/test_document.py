@@ -56,7 +56,7 @@ def _floats(value: Any) -> Any:
         (b"", "empty"),
         (b" \n", "empty"),
         (b'{"a": }', "at byte 6"),
-        ('{"é": 1,}'.encode(), "at byte 9"),
+        ('{"é": 1 2}'.encode(), "at byte 9"),
         (b'\xef\xbb\xbf{"a" 1}', "at byte 8"),
         (b'{"a": 1} {}', "at byte 9"),
         (b"{'a': 1}", "at byte 1"),

@@ -107,9 +107,7 @@ def test_uuids_as_libraries_make_them_are_known(drawn: uuid.UUID) -> None:
     assert random_like(drawn.urn)
 
 
-@given(
-    st.integers(1_200_000_000_000, 2_100_000_000_000), st.integers(2**70, 2**80 - 1), frames, st.booleans()
-)
+@given(st.integers(1_200_000_000_000, 2_100_000_000_000), st.integers(2**70, 2**80 - 1), frames, st.booleans())
 def test_a_ulid_is_known_anywhere(time: int, chance: int, frame: tuple[str, str], lower: bool) -> None:
     number = time << 80 | chance
     text = "".join(CROCKFORD[number >> shift & 31] for shift in range(125, -1, -5))

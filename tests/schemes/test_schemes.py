@@ -92,10 +92,7 @@ def test_an_unknown_scheme_is_answered_with_those_there_are() -> None:
 
 
 def test_seeds_do_not_depend_on_the_process() -> None:
-    ask = (
-        "from gateway import schemes\n"
-        "print([schemes.load(name).seed(42, '17:3', 1, 2) for name in schemes.names()])"
-    )
+    ask = "from gateway import schemes\nprint([schemes.load(name).seed(42, '17:3', 1, 2) for name in schemes.names()])"
     answers = {
         subprocess.run(
             [sys.executable, "-c", ask],
