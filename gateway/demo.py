@@ -23,7 +23,7 @@ _REWARD = SimSettings(engine="vllm", role="reward", model=REWARD)
 
 WELCOME = """
 detgate runs on {url}, run {run}, in front of three simulated replicas: nothing here is a real model.
-Paste this, twice; the second time in a second `detgate demo`: the same index, seed, request id and text.
+Paste this; then end the demo, start it again, and paste it again: the same index, seed, request id and text.
 
   curl -s -D- {url}/sessions/demo/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{policy}", "max_tokens": 16, "messages": [{{"role": "user", "content": "Tell me a story."}}]}}'
