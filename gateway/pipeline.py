@@ -86,10 +86,10 @@ class Pipeline:
     async def _walk(self, request: Request, client: Client) -> None:
         work = Work(asyncio.get_running_loop().time())
         try:
-            if self.draining:
-                raise Busy("The gateway is shutting down. Ask another, or ask again later.", code="shutting_down")
             location = identity.locate(request.path)
             work.api = API_OF.get(location.route, "openai")
+            if self.draining:
+                raise Busy("The gateway is shutting down. Ask another, or ask again later.", code="shutting_down")
             self._keys.check(request.fields)
             if self._local.owns(location.route):
                 await self._local.answer(location.route, request, client)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from typing import Any
 
@@ -261,6 +262,7 @@ async def test_a_shutdown_refuses_what_is_new_and_ends_what_runs(route: Route, c
                 connection.post(route.path, route.body())
                 assert await connection.head() == 503
                 assert int(connection.header("retry-after") or "") > 0
+                assert ("type" in json.loads(await connection.body())) is (route is MESSAGES)
             go.set()
             assert got + await wire.body() == b"".join(events)
             async with asyncio.timeout(2):
