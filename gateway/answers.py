@@ -7,7 +7,7 @@ no more, before the last byte goes to the client, so that a client that asks one
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -17,7 +17,7 @@ from gateway.core.document import Document
 from gateway.core.errors import Fault, UpstreamFault
 from gateway.core.types import Api, Call, Handling, Headers
 from gateway.sending import Dispatcher, Job, Sending
-from gateway.upstream import Broken
+from gateway.upstream import Broken, Exchange
 
 KEPT_ERRORS = frozenset((400, 413, 422))
 """Error answers of an engine that belong to their request: asked again, it would get the same."""
@@ -140,14 +140,14 @@ async def _stream(asking: Asking, sending: Sending) -> None:
         return False
 
     try:
-        await exchange.pipe(forward)
+        await sending.pipe(forward)
         if exchange.complete:
             sending.end()
         await _complete(asking)
         if held:
             client.write(held)
         if not exchange.complete:
-            await exchange.pipe(rest)
+            await sending.pipe(rest)
             sending.end()
     except Broken as error:
         answer.observed = observer.result()
@@ -163,8 +163,7 @@ async def _stream(asking: Asking, sending: Sending) -> None:
 
 async def _merged(dispatcher: Dispatcher, asking: Asking) -> None:
     """Several calls, one answer. If one fails for good, the others are cancelled and the request fails whole."""
-    dispatcher.reserve(asking.job, len(asking.calls))
-    merger = _Merger(asking)
+    merger = _Merger(asking, await dispatcher.join(asking.job, asking.calls))
     failed: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as group:
@@ -173,7 +172,7 @@ async def _merged(dispatcher: Dispatcher, asking: Asking) -> None:
     except* (Fault, Broken, _Refused) as failures:
         failed = _first(failures)
     finally:
-        for sending in merger.sendings.values():
+        for sending in merger.sendings:
             sending.end()
     if failed is None:
         await merger.finish()
@@ -198,16 +197,16 @@ class _Refused(Exception):
 class _Merger:
     """The calls of one request under way, and the one answer made of theirs."""
 
-    def __init__(self, asking: Asking) -> None:
+    def __init__(self, asking: Asking, joined: list[Sending]) -> None:
         self.asking = asking
-        self.sendings: dict[int, Sending] = {}
+        self.sendings = joined
         self._bodies: list[bytes] = [b""] * len(asking.calls)
         self._stream: merge.StreamMerger | None = None
         self._observer = asking.answer.observer = sse.Observer(asking.api, asking.handling.kind, asking.samples)
 
     async def run(self, dispatcher: Dispatcher, position: int, call: Call) -> None:
         """Send one call and take its answer in. Raises what makes the request fail."""
-        sending = await dispatcher.send(self.asking.job, call)
+        sending = await dispatcher.send(self.asking.job, call, self.sendings[position])
         self.sendings[position] = sending
         exchange = sending.exchange
         if exchange.status >= 400:
@@ -216,7 +215,7 @@ class _Merger:
             _began(self.asking, sending)
         if fields.is_stream(exchange.headers):
             self._start(sending)
-            await exchange.pipe(partial(self._feed, position))
+            await sending.pipe(partial(self._feed, position))
             self._emit(self._merging.end(position))
         else:
             self._bodies[position] = exchange.body
@@ -244,13 +243,16 @@ class _Merger:
             self._observer.feed(data)
             self.asking.client.write(data)
 
+    def _exchanges(self) -> Iterator[Exchange]:
+        return (sending.sent for sending in self.sendings if sending.sent is not None)
+
     def _pause(self) -> None:
-        for sending in self.sendings.values():
-            sending.exchange.pause()
+        for exchange in self._exchanges():
+            exchange.pause()
 
     def _resume(self) -> None:
-        for sending in self.sendings.values():
-            sending.exchange.resume()
+        for exchange in self._exchanges():
+            exchange.resume()
 
     async def finish(self) -> None:
         """All calls were answered."""

@@ -17,7 +17,7 @@ from gateway.lanes import Lanes
 from gateway.settings import Pool as PoolSettings
 from gateway.settings import Replica as ReplicaSettings
 from gateway.settings import Settings
-from gateway.upstream import Connections
+from gateway.upstream import Blame, Connections
 
 SESSIONS_KEPT = 100_000
 """Sessions whose first replica is remembered, with `routing.key: session` and a finite slack."""
@@ -31,6 +31,12 @@ class Replica:
         self.url = settings.url
         self.pool = pool.name
         self.load = 0
+        self.inside = 0
+        """Of these, the requests for the engine that were sent and have not ended."""
+        self.most_inside = 0
+        """The most that were inside at once since this was last set."""
+        self.leaving = 0
+        """Requests that were given up and that the engine may not have left yet."""
         health = everything.health
         self.vitals = Vitals(health.failures, health.successes, health.breaks)
         self.reason = "not probed yet"
@@ -67,22 +73,28 @@ class Replica:
         """Note a probe; True if the state changed."""
         before = self.vitals.state, self.vitals.serves
         self.vitals.probed(outcome)
-        if not self.vitals.tripped:
+        if outcome != "ok" or not self.vitals.tripped:
             self.reason = reason
         if (self.vitals.state, self.vitals.serves) == before:
             return False
         self.tell()
         return before[0] != self.vitals.state
 
+    def enter(self) -> None:
+        """A request for the engine was sent here."""
+        self.inside += 1
+        self.most_inside = max(self.most_inside, self.inside)
+
     def served(self) -> None:
         """A request was answered here."""
-        self.vitals.served()
+        if self.vitals.served():
+            self.tell()
 
-    def failed(self, phase: str, reason: str) -> None:
-        """A sending broke. No connection means that no server listens; breaks in a row open the breaker."""
-        if phase == "connect":
+    def failed(self, blame: Blame, reason: str) -> None:
+        """A sending broke. Where no server listens the replica is down; breaks in a row open the breaker."""
+        if blame == "refused":
             self.probed("refused", reason)
-        elif self.vitals.broke():
+        elif blame == "broke" and self.vitals.broke():
             self.reason = f"{self.vitals.breaks} requests in a row broke on it; the last: {reason}"
             self.tell()
 
@@ -129,6 +141,8 @@ class Pool:
                 return f"{replica.name} says that it is not in deterministic mode"
             if replica.facts.prefix_cache and self.role == "reward":
                 return f"{replica.name} has a prefix cache, so a warm score differs from a cold one"
+            if replica.foreign:
+                return f"{replica.name} has others' requests in its batches"
         return None
 
     def learn(self) -> None:

@@ -22,6 +22,9 @@ log = structlog.get_logger("detgate.health")
 LONGEST_PAUSE = 10.0
 """Seconds between two probes of a replica that has been down for long."""
 
+CONFIRM_SECONDS = 0.1
+"""Seconds after which a replica that seems to have others' requests is asked again."""
+
 
 class Health:
     """One probing loop a replica."""
@@ -36,7 +39,8 @@ class Health:
 
     async def run(self) -> None:
         """Probe for ever."""
-        async with httpx.AsyncClient(timeout=self._settings.timeout, verify=trust()) as http:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(timeout=self._settings.timeout, limits=limits, verify=trust()) as http:
             self._http = http
             self.sync()
             try:
@@ -66,35 +70,54 @@ class Health:
     async def probe(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
         """Ask once, and note what comes of it."""
         outcome, reason = await self._ask(http, pool, replica)
+        cached = replica.facts.prefix_cache
         if outcome == "ok" and (replica.models is None or replica.state != "up"):
             await self._introduce(http, pool, replica)
         if outcome == "ok" and pool.role == "reward":
             await self._look_for_strangers(http, pool, replica)
+            if replica.facts.prefix_cache and not cached:
+                log.warning("prefix cache on: warm scores differ from cold ones", pool=pool.name, replica=replica.name)
         if replica.probed(outcome, reason):
             log.info("replica", pool=pool.name, replica=replica.name, state=replica.state, reason=reason)
         if not self.probed.is_set() and all(each.state != "unknown" for each in self._fleet.replicas):
             self.probed.set()
 
     async def _look_for_strangers(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
-        """Compare the engine's own count of requests with ours: before and after asking, since ours moves."""
-        before = replica.load
-        text = await _text(http, pool, replica, "/metrics")
-        running = exposition.total(text, pool.engine.RUNNING)
-        strangers = running is not None and running > max(before, replica.load)
+        """See whether the engine has more requests than ours. Asked twice, since it may count one that has ended."""
+        strangers = await self._outnumbered(http, pool, replica)
+        if strangers:
+            await asyncio.sleep(CONFIRM_SECONDS)
+            strangers = await self._outnumbered(http, pool, replica)
         if strangers and not replica.foreign:
-            log.warning("foreign traffic", pool=pool.name, replica=replica.name, running=running, ours=replica.load)
+            log.warning("foreign traffic", pool=pool.name, replica=replica.name)
         replica.foreign = strangers
-        cached = exposition.label(text, *pool.engine.PREFIX_CACHE) if pool.engine.PREFIX_CACHE else None
-        if cached is not None:
-            replica.facts = dataclasses.replace(replica.facts, prefix_cache=cached.lower() in ("true", "1"))
+
+    async def _outnumbered(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> bool:
+        if pool.engine.LOAD is None:
+            return False
+        replica.most_inside = replica.inside
+        leaving = replica.leaving
+        told = await _text(http, pool, replica, pool.engine.LOAD)
+        if pool.engine.PREFIX_CACHE is not None:
+            self._note_cache(pool, replica, exposition.label(told, *pool.engine.PREFIX_CACHE))
+        running = pool.engine.running(told)
+        return running is not None and running > replica.most_inside + max(leaving, replica.leaving)
+
+    def _note_cache(self, pool: Pool, replica: Replica, told: str | None) -> None:
+        if told is not None:
+            replica.facts = dataclasses.replace(replica.facts, prefix_cache=told.lower() in ("true", "1"))
 
     async def _ask(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> tuple[Outcome, str]:
+        since = asyncio.get_running_loop().time()
         try:
             answer = await http.get(replica.url + pool.engine.PROBE, headers=_key(pool))
         except httpx.TimeoutException:
-            return "slow", f"{pool.engine.PROBE} did not answer within {self._settings.timeout:g} s"
+            late = f"{pool.engine.PROBE} did not answer within {self._settings.timeout:g} s"
+            if replica.connections.heard >= since:
+                return "busy", f"{late}, but answers come"
+            return "slow", late
         except httpx.ConnectError as error:
-            return "refused", f"no connection: {error}"
+            return "refused" if _refused(error) else "bad", f"no connection: {error}"
         except httpx.HTTPError as error:
             return "bad", f"{pool.engine.PROBE} broke off: {str(error) or type(error).__name__}"
         if answer.is_success:
@@ -109,6 +132,17 @@ class Health:
             replica.models = [model for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
         replica.facts = pool.engine.facts(told)
         self._fleet.learnt()
+
+
+def _refused(error: BaseException | None) -> bool:
+    """Whether a connection failed because no server listens: the HTTP library wraps what the system said."""
+    while error is not None:
+        if isinstance(error, BaseExceptionGroup):
+            return all(map(_refused, error.exceptions))
+        if isinstance(error, ConnectionRefusedError):
+            return True
+        error = error.__cause__
+    return False
 
 
 async def _text(http: httpx.AsyncClient, pool: Pool, replica: Replica, route: str) -> str:

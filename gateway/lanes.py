@@ -7,95 +7,106 @@ does not depend on arrival within a round, and nobody waits for more than one fu
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from dataclasses import dataclass
 
 from gateway.core.errors import Busy
 
-Rank = tuple[int, int, tuple[object, ...]]
-"""Priority, index, identity: what a round is sorted by."""
+Rank = tuple[int, int, tuple[object, ...], int]
+"""Priority, index, identity, sample: what a round is sorted by."""
 
 
 @dataclass(slots=True, eq=False)
-class Waiter:
+class Place:
+    """A place in a lane's queue that becomes one in the lane. Whoever has one leaves it, whatever happens."""
+
     rank: Rank
-    turn: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    taken: bool = False
+    """It is one in the lane."""
+    turn: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        """End the wait for it, whether or not its turn has come."""
+        if self.turn is not None and not self.turn.done():
+            self.turn.set_result(None)
+
+
+NO_PLACE = Place((0, 0, (), 0))
+"""Of who is in no lane."""
 
 
 class Lane:
-    """One bound of `limit` requests in flight and `queue` waiting. Whoever enters must leave exactly once."""
+    """One bound of `limit` requests in flight and `queue` waiting."""
 
     def __init__(self, name: str, limit: int, queue: int) -> None:
         self.name = name
         self.limit = limit
         self.queue = queue
         self.running = 0
-        self._doubts = 0
-        self._round: list[Waiter] = []
-        self._next: list[Waiter] = []
+        self.doubt = ""
+        """The replica where what left last may still be worked on."""
+        self._round: OrderedDict[Place, None] = OrderedDict()
+        self._next: dict[Place, None] = {}
 
     @property
     def waiting(self) -> int:
         return len(self._round) + len(self._next)
 
     @property
-    def room(self) -> int:
-        """How many more requests may enter or wait."""
-        return max(0, self.limit - self.running) + self.queue - self.waiting
+    def used(self) -> bool:
+        """Whether anything depends on this lane's memory."""
+        return self.running > 0 or self.waiting > 0 or self.doubt != ""
 
-    def enter_now(self) -> bool:
-        """Take a place if one is free and nobody waits."""
+    def join(self, rank: Rank) -> Place:
+        """Take a place, in the queue where all are taken. Raises `Busy` where too many wait already."""
+        place = Place(rank)
         if self.running < self.limit and not self.waiting:
-            self.running += 1
-            return True
-        return False
-
-    async def enter(self, rank: Rank) -> None:
-        """Take a place, waiting for it if need be. Raises `Busy` where too many wait already."""
-        if self.enter_now():
-            return
-        if self.waiting >= self.queue:
+            self._take(place)
+        elif self.waiting < self.queue:
+            self._next[place] = None
+        else:
             raise Busy(
                 f"{self.waiting} requests wait in lane {self.name} already. Ask again later, or raise limits.queue.",
                 code="queue_full",
             )
-        waiter = Waiter(rank)
-        self._next.append(waiter)
-        try:
-            await waiter.turn
-        except asyncio.CancelledError:
-            if waiter.turn.done() and not waiter.turn.cancelled():
-                self.leave()
-            else:
-                self._drop(waiter)
-            raise
+        return place
 
-    def leave(self, *, sure: bool = True) -> None:
-        """Give the place back; the next in order takes it. Not `sure`: the engine may still work on what was there."""
-        self.running -= 1
-        self._doubts += not sure
+    async def turn(self, place: Place) -> None:
+        """Wait until a place in the queue has become one in the lane, or is woken."""
+        if place.taken:
+            return
+        place.turn = asyncio.get_running_loop().create_future()
+        try:
+            await place.turn
+        finally:
+            place.turn = None
+
+    def leave(self, place: Place) -> None:
+        """Give a place up, in the lane or in its queue; the next in order goes on. Harmless when repeated."""
+        if place.taken:
+            place.taken = False
+            self.running -= 1
+            self._advance()
+        else:
+            self._round.pop(place, None)
+            self._next.pop(place, None)
+
+    def _advance(self) -> None:
         while self.running < self.limit and self.waiting:
             if not self._round:
-                self._round, self._next = sorted(self._next, key=lambda waiter: waiter.rank, reverse=True), []
-            waiter = self._round.pop()
-            if not waiter.turn.done():
-                self.running += 1
-                waiter.turn.set_result(None)
+                ranked = sorted(self._next, key=lambda place: place.rank)
+                self._round, self._next = OrderedDict.fromkeys(ranked), {}
+            place, _ = self._round.popitem(last=False)
+            self._take(place)
+            place.wake()
 
-    def doubted(self) -> bool:
-        """Whether the place just taken may be shared with what the engine was not seen to drop. Asked once a doubt."""
-        if self._doubts:
-            self._doubts -= 1
-            return True
-        return False
-
-    def _drop(self, waiter: Waiter) -> None:
-        for waiters in (self._round, self._next):
-            if waiter in waiters:
-                waiters.remove(waiter)
+    def _take(self, place: Place) -> None:
+        place.taken = True
+        self.running += 1
 
 
 class Lanes:
-    """The lanes of one pool, by its scope. A session's lane exists while it is used."""
+    """The lanes of one pool, by its scope. A lane exists while it is used."""
 
     def __init__(self, pool: str, scope: str, limit: int | None, queue: int) -> None:
         self.scope = scope if limit is not None else "none"
@@ -105,13 +116,21 @@ class Lanes:
         self._lanes: dict[str, Lane] = {}
 
     @property
+    def apart(self) -> bool:
+        """Lanes of this scope keep requests out of each other's batch, so a place is held until the engine is left."""
+        return self.scope in ("replica", "pool")
+
+    @property
     def exclusive(self) -> bool:
         """One request in an engine at a time."""
-        return self.scope in ("replica", "pool") and self._limit == 1
+        return self.apart and self._limit == 1
 
     @property
     def waiting(self) -> int:
         return sum(lane.waiting for lane in self._lanes.values())
+
+    def __len__(self) -> int:
+        return len(self._lanes)
 
     def find(self, replica: str, session: str) -> Lane | None:
         """The lane of a request to `replica` from `session`; None where nothing is bounded."""
@@ -123,12 +142,8 @@ class Lanes:
             lane = self._lanes[name] = Lane(name, self._limit, self._queue)
         return lane
 
-    def release(self, lane: Lane, *, sure: bool = True) -> None:
-        """Give a place in a lane back."""
-        lane.leave(sure=sure)
-        self.tidy(lane)
-
-    def tidy(self, lane: Lane) -> None:
-        """Forget a session's lane that nobody uses."""
-        if self.scope == "session" and not lane.running and not lane.waiting:
+    def leave(self, lane: Lane, place: Place) -> None:
+        """Give a place up, and forget a lane that nobody uses."""
+        lane.leave(place)
+        if not lane.used:
             self._lanes.pop(lane.name, None)

@@ -12,7 +12,6 @@ from gateway.core.errors import Busy, CallerFault, ModelNotFound, WrongMethod
 from gateway.core.types import Headers, Request
 from gateway.fleet import Fleet, Pool
 from gateway.sending import Dispatcher
-from gateway.upstream import Broken
 
 _JSON: Headers = [(b"content-type", b"application/json")]
 _MODELS = "/v1/models"
@@ -69,24 +68,10 @@ class Local:
                 param="rid",
             )
         for sending in self._dispatcher.named(wanted):
-            abort = sending.job.pool.engine.ABORT
-            if abort is None:
-                sending.exchange.abort("aborted by its client")
-                continue
-            path, body_of = abort
-            body = body_of(sending.engine_id)
-            replica = sending.replica
-            head = (
-                f"POST {replica.connections.address.prefix}{path} HTTP/1.1\r\n".encode()
-                + replica.head
-                + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
-            )
-            try:
-                exchange = await replica.connections.send(head, body)
-                await exchange.head()
-                await exchange.finished()
-            except Broken:
-                continue
+            if sending.sent is None or sending.job.pool.engine.ABORT is None:
+                sending.give_up()
+            else:
+                await self._dispatcher.abort(sending)
 
 
 def _told(pool: Pool) -> list[dict[str, Any]]:

@@ -7,19 +7,20 @@ gives all of it back exactly once, when the replica's answer has ended or the ca
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.core import exposition, ids
+from gateway.core import ids
 from gateway.core.digits import natural
 from gateway.core.document import Set
-from gateway.core.errors import Busy, UpstreamFault, UpstreamTimeout
+from gateway.core.errors import Aborted, Busy, UpstreamFault, UpstreamTimeout
 from gateway.core.fields import is_stream
 from gateway.core.plan import seed_edits
 from gateway.core.types import Call, Handling
 from gateway.fleet import Fleet, Pool, Replica
-from gateway.lanes import Lane
+from gateway.lanes import NO_PLACE, Lane
 from gateway.settings import Settings
 from gateway.tasks import start
 from gateway.telemetry import Telemetry
@@ -27,6 +28,12 @@ from gateway.upstream import Broken, Exchange
 
 LEAVE_SECONDS = 5.0
 """How long a place in a lane is held for a request that was given up, until the engine says that it has gone."""
+
+LOOKS = 50
+"""How often the engine is asked within that time."""
+
+ASK_SECONDS = 1.0
+"""How long an engine may take to answer a question of the gateway's own."""
 
 BROKEN_STATUS = (500, 502, 504)
 """Answers that speak against the replica. 4xx speaks against its request, 503 of its load."""
@@ -52,6 +59,8 @@ class Job:
     session: str = ""
     place: tuple[int, str] = (0, "")
     """Index and identity: the canonical order among those who wait in a lane."""
+    priority: int = 0
+    """Stands before them in that order; lower goes first."""
     client_id: str | None = None
     """The id that the client gave the request in its body: an abort may name it."""
     flags: list[str] = field(default_factory=list)
@@ -70,7 +79,7 @@ class Job:
 class Sending:
     """One attempt of one call, from routing to the upstream's last byte."""
 
-    __slots__ = ("_home", "engine_id", "job", "lane", "replica", "sent")
+    __slots__ = ("_home", "engine_id", "job", "lane", "place", "replica", "sent", "unwanted")
 
     def __init__(self, home: Dispatcher, job: Job, replica: Replica, engine_id: str) -> None:
         self._home: Dispatcher | None = home
@@ -79,6 +88,8 @@ class Sending:
         self.engine_id = engine_id
         self.sent: Exchange | None = None
         self.lane: Lane | None = None
+        self.place = NO_PLACE
+        self.unwanted = False
         replica.load += 1
         home.live[engine_id] = self
 
@@ -93,15 +104,45 @@ class Sending:
         """The replica has the request and has not ended its answer."""
         return self.sent is not None and not self.sent.complete
 
+    @property
+    def computes(self) -> bool:
+        """It is one for the engine itself, not for what stands before it."""
+        return self.job.handling.kind in ("sample", "score")
+
+    def went(self, exchange: Exchange) -> None:
+        """The call was sent."""
+        self.sent = exchange
+        if self.computes:
+            self.replica.enter()
+
+    async def pipe(self, sink: Callable[[bytes], bool]) -> None:
+        """As `Exchange.pipe`; how it goes speaks for or against the replica."""
+        try:
+            await self.exchange.pipe(sink)
+        except Broken as error:
+            self.replica.failed(error.blame, error.reason)
+            raise
+        if self.exchange.complete:
+            self.replica.served()
+
+    def give_up(self) -> None:
+        """Its client wants no answer any more."""
+        self.unwanted = True
+        if self.sent is not None:
+            self.sent.abort("aborted by its client")
+        else:
+            self.place.wake()
+
     def end(self) -> None:
         """Give everything back; what is still under way at the replica is aborted. Harmless when repeated.
 
-        A place in a lane that the engine may not have left yet is given back when it has.
+        A place in a lane that keeps requests apart is given back when the engine has left what was there.
         """
         home, self._home = self._home, None
         if home is None:
             return
-        if self.lane is not None and self.under_way:
+        lanes = self.job.pool.lanes
+        if self.lane is not None and self.under_way and lanes.apart:
             start(home.vacate(self, self.lane), "lane")
             return
         try:
@@ -110,7 +151,7 @@ class Sending:
         finally:
             home.forget(self)
             if self.lane is not None:
-                self.job.pool.lanes.release(self.lane)
+                lanes.leave(self.lane, self.place)
 
 
 class Dispatcher:
@@ -128,50 +169,84 @@ class Dispatcher:
     def forget(self, sending: Sending) -> None:
         """A sending occupies its replica no more."""
         sending.replica.load -= 1
+        if sending.sent is not None and sending.computes:
+            sending.replica.inside -= 1
         self.live.pop(sending.engine_id, None)
 
     async def vacate(self, sending: Sending, lane: Lane) -> None:
-        """Give a place back that was given up in mid-answer: when nothing of the request is left in the engine.
+        """Give a place back that was given up in mid-answer: when nothing of the request is left in the engine."""
+        sure = False
+        try:
+            await self._let_end(sending)
+            sure = sending.exchange.complete or await self._left(sending)
+        finally:
+            if not sure:
+                lane.doubt = sending.replica.name
+            sending.job.pool.lanes.leave(lane, sending.place)
 
-        A reward engine is left to finish first, since an abort could change what shares its next batch; what it
-        says is dropped. Afterwards the engine's own count is asked, for a bounded time.
-        """
-        exchange, replica = sending.exchange, sending.replica
+    async def _let_end(self, sending: Sending) -> None:
+        """Abort. But a reward engine may finish first, since an abort could change what shares its next batch."""
+        exchange = sending.exchange
         try:
             if sending.job.pool.role == "reward" and exchange.alive:
+                exchange.resume()
                 with suppress(TimeoutError, Broken):
                     async with asyncio.timeout(self._settle_seconds):
                         await exchange.drain()
         finally:
-            exchange.abort()
-            self.forget(sending)
-            sure = exchange.complete or await self._left(sending.job.pool, replica)
-            sending.job.pool.lanes.release(lane, sure=sure)
+            try:
+                exchange.abort()
+            finally:
+                self.forget(sending)
 
-    async def _left(self, pool: Pool, replica: Replica) -> bool:
-        """Wait until the engine counts no more requests than are on their way to it from here."""
-        with suppress(TimeoutError):
+    async def _left(self, sending: Sending) -> bool:
+        """Wait, for a bounded time, until the engine has no more requests than were sent to it and have not ended."""
+        pool, replica = sending.job.pool, sending.replica
+        replica.leaving += 1
+        try:
             async with asyncio.timeout(LEAVE_SECONDS):
+                await self.abort(sending)
                 while True:
                     running = await self._running(pool, replica)
-                    ours = sum(each.under_way for each in self.live.values() if each.replica is replica)
-                    if running is not None and running <= ours:
+                    if running is not None and running <= replica.inside:
                         return True
-                    await asyncio.sleep(LEAVE_SECONDS / 50)
-        return False
+                    await asyncio.sleep(LEAVE_SECONDS / LOOKS)
+        except TimeoutError:
+            return False
+        finally:
+            replica.leaving -= 1
 
     async def _running(self, pool: Pool, replica: Replica) -> float | None:
-        """How many requests the engine says are in it; None where it does not say."""
-        path = f"GET {replica.connections.address.prefix}/metrics HTTP/1.1\r\n".encode()
-        try:
-            exchange = await replica.connections.send(path + replica.head + b"\r\n", b"")
-            try:
-                await exchange.finished()
-            finally:
-                exchange.abort()
-        except Broken:
+        """How many requests the engine says are in it; None where it does not say. None are where nothing listens."""
+        if pool.engine.LOAD is None:
             return None
-        return exposition.total(exchange.body.decode(errors="replace"), pool.engine.RUNNING)
+        try:
+            return pool.engine.running(await self._ask(replica, "GET", pool.engine.LOAD))
+        except Broken as error:
+            return 0.0 if error.blame == "refused" else None
+
+    async def abort(self, sending: Sending) -> None:
+        """Name a request to an engine that ends what is named; a closed connection it may be slow to see."""
+        abort = sending.job.pool.engine.ABORT
+        if abort is not None:
+            path, body = abort
+            with suppress(Broken):
+                await self._ask(sending.replica, "POST", path, body(sending.engine_id))
+
+    async def _ask(self, replica: Replica, method: str, path: str, body: bytes = b"") -> str:
+        """What a replica answers to a question of the gateway's own. Raises `Broken`, also when it takes too long."""
+        head = f"{method} {replica.connections.address.prefix}{path} HTTP/1.1\r\n".encode() + replica.head
+        if body:
+            head += b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+        exchange = await replica.connections.send(head + b"\r\n", body)
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                await exchange.finished()
+        except TimeoutError:
+            raise Broken(f"no answer within {ASK_SECONDS:g} s", "send", timeout=True) from None
+        finally:
+            exchange.abort()
+        return exchange.body.decode(errors="replace")
 
     def named(self, name: str) -> list[Sending]:
         """The live sendings of a request, by the id that its client gave it or that the gateway gave it."""
@@ -181,44 +256,48 @@ class Dispatcher:
             if name in (sending.job.client_id, sending.job.request_id, sending.engine_id)
         ]
 
-    def reserve(self, job: Job, calls: int) -> None:
-        """Make sure that all calls of a request find a place or a place to wait. Raises `Busy`: then none is sent."""
-        pool = job.pool
-        lanes = [pool.lanes.find(replica.name, job.session) for replica in pool.replicas.values() if replica.usable]
-        room = sum(lane.room for lane in {id(lane): lane for lane in lanes if lane is not None}.values())
-        if lanes and lanes[0] is not None and calls > room:
-            raise Busy(
-                f"The {calls} calls of this request do not fit into the queues of pool {pool.name}. "
-                "Ask again later, or raise limits.queue.",
-                code="queue_full",
-            )
+    async def join(self, job: Job, calls: Sequence[Call]) -> list[Sending]:
+        """Route several calls of one request and put them into their lanes, all or none. Raises `Busy`."""
+        joined: list[Sending] = []
+        try:
+            for call in calls:
+                joined.append(await self._join(job, call, set()))
+        except BaseException:
+            for sending in joined:
+                sending.end()
+            raise
+        return joined
 
-    async def send(self, job: Job, call: Call) -> Sending:
+    async def send(self, job: Job, call: Call, joined: Sending | None = None) -> Sending:
         """Send until a replica answers with a first byte that may be passed on, or nothing is left to try.
 
-        An answer that is no stream is read whole. Raises `Busy` where no replica can take the call, `UpstreamFault`
-        where all that were tried broke.
+        `joined`: where the call was put first. An answer that is no stream is read whole. Raises `Busy` where no
+        replica can take the call, `UpstreamFault` where all that were tried broke.
         """
         avoid: set[str] = set()
         broke = attempts = 0
         fresh = False
         while True:
-            attempts += 1
-            job.attempts = max(job.attempts, attempts)
-            replica = await self._route(job, avoid)
-            sending = self._occupy(job, call, replica)
+            sending, joined = joined or await self._join(job, call, avoid), None
+            replica = sending.replica
             try:
-                await self._admit(job, sending)
+                if not await self._turn(job, sending):
+                    sending.end()
+                    continue
+                attempts += 1
+                job.attempts = max(job.attempts, attempts)
                 last = attempts >= self._attempts
                 answered = await self._attempt(job, call, sending, avoid, last=last, fresh=fresh)
             except Broken as error:
                 self._count(sending, "connect" if error.phase == "connect" else "broken")
                 sending.end()
+                if sending.unwanted:
+                    raise Aborted("The request was aborted by its id.") from None
                 fresh = error.stale
                 if not error.stale:
                     broke += error.phase != "connect"
                     avoid.add(replica.name)
-                    replica.failed(error.phase, error.reason)
+                    replica.failed(error.blame, error.reason)
                 self._go_on(job, replica, error, broke, attempts, avoid)
                 continue
             except BaseException:
@@ -226,15 +305,20 @@ class Dispatcher:
                 sending.end()
                 raise
             if answered:
-                if sending.exchange.status in BROKEN_STATUS:
-                    replica.failed("body", f"it answered {sending.exchange.status}")
-                else:
-                    replica.served()
+                self._judge(sending)
                 self._count(sending, "answered")
                 return sending
             self._count(sending, "unavailable")
             sending.end()
             avoid.add(replica.name)
+
+    def _judge(self, sending: Sending) -> None:
+        """What an answer says of its replica: a whole one that is no error of the server, that it serves."""
+        exchange = sending.exchange
+        if exchange.status in BROKEN_STATUS:
+            sending.replica.failed("broke", f"it answered {exchange.status}")
+        elif exchange.complete and exchange.status != 503:
+            sending.replica.served()
 
     # --- route
     async def _route(self, job: Job, avoid: set[str]) -> Replica:
@@ -282,35 +366,64 @@ class Dispatcher:
             retry_after=2,
         )
 
+    async def _join(self, job: Job, call: Call, avoid: set[str]) -> Sending:
+        """Choose a replica for a call and put it into the lane there. Waits for nothing but a home that is down."""
+        sending = self._occupy(job, call, await self._route(job, avoid))
+        if sending.computes:
+            try:
+                sending.lane = job.pool.lanes.find(sending.replica.name, job.session)
+                if sending.lane is not None:
+                    index, identity = job.place
+                    sending.place = sending.lane.join((job.priority, index, natural(identity), call.sample))
+            except BaseException:
+                sending.end()
+                raise
+        return sending
+
     def _occupy(self, job: Job, call: Call, replica: Replica) -> Sending:
+        replica.vitals.chosen()
         if not job.request_id:
             self._plain += 1
             return Sending(self, job, replica, f"#{self._plain}")
-        replica.vitals.chosen()
         copy = 0
         while (engine_id := ids.engine_id(job.request_id, call.sample, copy)) in self.live:
             copy += 1
         return Sending(self, job, replica, engine_id)
 
     # --- admit
-    async def _admit(self, job: Job, sending: Sending) -> None:
-        lane = job.pool.lanes.find(sending.replica.name, job.session)
+    async def _turn(self, job: Job, sending: Sending) -> bool:
+        """Wait until a call's turn has come. False: its replica went down meanwhile, so it must go elsewhere."""
+        lane = sending.lane
         if lane is None:
-            return
-        if not lane.enter_now():
+            return True
+        if not (sending.place.taken or sending.unwanted):
             loop = asyncio.get_running_loop()
             since = loop.time()
-            index, identity = job.place
             try:
-                await lane.enter((0, index, natural(identity)))
+                await lane.turn(sending.place)
             finally:
-                job.pool.lanes.tidy(lane)
-            waited = loop.time() - since
-            job.lane_wait += waited
-            self._telemetry.lane_wait.observe(waited, job.pool.name)
-        sending.lane = lane
-        if lane.doubted():
+                waited = loop.time() - since
+                job.lane_wait += waited
+                self._telemetry.lane_wait.observe(waited, job.pool.name)
+            if sending.replica.state == "down" and not sending.unwanted:
+                return False
+        if sending.unwanted:
+            raise Aborted("The request was aborted by its id.")
+        if lane.doubt and await self._doubtful(job.pool, lane):
             job.flags.append("lane-uncertain")
+        return True
+
+    async def _doubtful(self, pool: Pool, lane: Lane) -> bool:
+        """Whether the engine may still work on what left the lane before. One that does not say is doubted once."""
+        replica = pool.replicas.get(lane.doubt)
+        running = await self._running(pool, replica) if replica is not None else None
+        if replica is None or running is None:
+            lane.doubt = ""
+            return True
+        if running <= replica.inside:
+            lane.doubt = ""
+            return False
+        return True
 
     # --- forward
     async def _attempt(
@@ -328,7 +441,10 @@ class Dispatcher:
         body = call.document.edited(edits) if edits else call.document.raw
         head += (job.headers, b"content-length: %d\r\n\r\n" % len(body))
         job.replicas.append(replica.name)
-        exchange = sending.sent = await replica.connections.send(b"".join(head), body, fresh=fresh)
+        exchange = await replica.connections.send(b"".join(head), body, fresh=fresh)
+        sending.went(exchange)
+        if sending.unwanted:
+            sending.give_up()
         job.sent_at = asyncio.get_running_loop().time()
         await exchange.head()
         if exchange.status == 503 and not last and job.pool.has_other(avoid | {replica.name}):

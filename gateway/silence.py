@@ -35,11 +35,14 @@ class Silence:
     def look(self, sending: Sending, now: float) -> None:
         """End one sending if its replica has been silent for too long."""
         exchange = sending.sent
-        if exchange is None or exchange.complete:
+        if exchange is None or exchange.complete or exchange.paused:
             return
         silent = now - exchange.heard
-        bound = self._timeouts.idle if exchange.begun_at else self._timeouts.first_byte
-        if bound is not None and silent > bound:
-            exchange.abort(f"nothing came for {bound:g} s", timeout=True)
-        elif silent > self._timeouts.dead and sending.replica.state == "down":
+        idle, first_byte = self._timeouts.idle, self._timeouts.first_byte
+        if exchange.begun_at:
+            if idle is not None and silent > idle:
+                exchange.abort(f"nothing came for {idle:g} s", timeout=True)
+        elif first_byte is not None and now - exchange.sent_at > first_byte:
+            exchange.abort(f"no first byte came within {first_byte:g} s", timeout=True)
+        if silent > self._timeouts.dead and sending.replica.state == "down":
             exchange.abort(f"nothing came for {self._timeouts.dead:g} s and its probes fail", timeout=True)

@@ -9,6 +9,8 @@ holds it and a library client to one contract.
 from __future__ import annotations
 
 import asyncio
+import errno
+import math
 import ssl
 import zlib
 from collections import deque
@@ -31,12 +33,21 @@ _ANY_HEADER = 32
 
 Phase = Literal["connect", "send", "body"]
 
+Blame = Literal["refused", "broke", "none"]
+"""refused: proof that no server listens. broke: it speaks against the replica. none: it says nothing of it."""
+
+OWN_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+"""What fails for want of files, memory or ports in this process or on its machine."""
+
 
 class Broken(Exception):
-    """A replica broke its answer off. `phase` says how far it was: no connection, no head yet, in the body."""
+    """An answer that broke off. `phase` says how far it was: no connection, no head yet, in the body."""
 
-    def __init__(self, reason: str, phase: Phase, *, stale: bool = False, timeout: bool = False) -> None:
+    def __init__(
+        self, reason: str, phase: Phase, *, blame: Blame = "broke", stale: bool = False, timeout: bool = False
+    ) -> None:
         super().__init__(reason)
+        self.blame = blame
         self.timeout = timeout
         self.reason = reason
         self.phase = phase
@@ -75,8 +86,8 @@ class Exchange:
     """One request sent and its answer. Ends exactly once: complete, broken or aborted."""
 
     __slots__ = (
-        "_chunks", "_connection", "_error", "_sink", "_waiter", "begun_at", "complete", "headers", "heard", "reused",
-        "status",
+        "_chunks", "_connection", "_error", "_sink", "_waiter", "begun_at", "complete", "headers", "heard", "paused",
+        "reused", "sent_at", "status",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, reused: bool) -> None:
@@ -89,8 +100,10 @@ class Exchange:
         self.headers: Headers = []
         self.complete = False
         self.reused = reused
-        self.heard = asyncio.get_running_loop().time()
-        """When the request was sent, or the last bytes came."""
+        self.sent_at = self.heard = asyncio.get_running_loop().time()
+        """`heard`: when the last bytes came, or the request was sent, or listening to the replica went on."""
+        self.paused = False
+        """Nothing can come: the client is slower."""
         self.begun_at = 0.0
         """When the first bytes of the body came."""
 
@@ -146,15 +159,20 @@ class Exchange:
         if connection is not None and not self.complete:
             connection.exchange = None
             connection.close()
-            self._fail(Broken(reason, "body" if self.status else "send", timeout=timeout))
+            blame: Blame = "broke" if timeout else "none"
+            self._fail(Broken(reason, "body" if self.status else "send", blame=blame, timeout=timeout))
 
     def pause(self) -> None:
         """Stop reading from the replica until `resume`: the client is slower."""
         if self._connection is not None and not self.complete:
+            self.paused = True
             self._connection.transport.pause_reading()
 
     def resume(self) -> None:
-        if self._connection is not None and not self.complete:
+        """Go on reading. Harmless where it was not paused."""
+        if self.paused and self._connection is not None and not self.complete:
+            self.paused = False
+            self.heard = asyncio.get_running_loop().time()
             self._connection.transport.resume_reading()
 
     async def _wait(self) -> None:
@@ -215,7 +233,7 @@ class Connection(asyncio.Protocol):
         if self.exchange is None:
             self.close()
             return
-        self.exchange.heard = self._time()
+        self.exchange.heard = self.pool.heard = self._time()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -315,6 +333,12 @@ class Connection(asyncio.Protocol):
         return [field for field in headers if field[0] != b"content-encoding"]
 
 
+def _blame(error: OSError) -> Blame:
+    if isinstance(error, ConnectionRefusedError):
+        return "refused"
+    return "none" if error.errno in OWN_ERRORS else "broke"
+
+
 class Connections:
     """The connections to one replica: the last used is used first, idle ones are closed before the replica does.
 
@@ -326,6 +350,8 @@ class Connections:
         self.address = Address.parse(url)
         self.connect_seconds = connect_seconds
         self.idle_seconds = idle_seconds
+        self.heard = -math.inf
+        """When the replica last sent anything in answer to a request."""
         self._idle: deque[Connection] = deque()
         self._sweeper: asyncio.TimerHandle | None = None
         self._tls = trust() if self.address.tls else None
@@ -382,7 +408,7 @@ class Connections:
         except TimeoutError:
             raise Broken(f"no connection within {self.connect_seconds:g} s", "connect", timeout=True) from None
         except OSError as error:
-            raise Broken(f"cannot connect: {error.strerror or error}", "connect") from None
+            raise Broken(f"cannot connect: {error.strerror or error}", "connect", blame=_blame(error)) from None
         return connection
 
     def _sweep(self) -> None:

@@ -77,6 +77,10 @@ class Gone(CallerFault):
     code = "gone"
 
 
+class Aborted(CallerFault):
+    code = "aborted"
+
+
 class TooLarge(CallerFault):
     status = 413
     code = "request_too_large"

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Outcome = Literal["ok", "refused", "bad", "slow"]
-"""ok: answered 2xx. refused: no connection. bad: another status or a broken answer. slow: nothing in time."""
+Outcome = Literal["ok", "refused", "bad", "slow", "busy"]
+"""ok: answered 2xx. refused: no server listens. bad: another status, no connection or a broken answer. slow: nothing in
+time. busy: the same while answers to requests came, which says nothing."""
 
 State = Literal["unknown", "up", "down"]
 
@@ -41,6 +42,8 @@ class Vitals:
 
     def probed(self, outcome: Outcome) -> State:
         """Take in one probe and say the state after it."""
+        if outcome == "busy":
+            return self.state
         passed = outcome == "ok"
         self.trial = passed and self.tripped
         if self.state == "unknown":
@@ -58,10 +61,12 @@ class Vitals:
         """A request is on its way: the trial of an open breaker is used."""
         self.trial = False
 
-    def served(self) -> None:
-        """A request was answered, whatever the answer blames on its sender."""
+    def served(self) -> bool:
+        """A request was answered, whatever the answer blames on its sender. True if that closes the breaker."""
+        closed = self.tripped
         self._broken = 0
         self.tripped = self.trial = False
+        return closed
 
     def broke(self) -> bool:
         """A request broke on the replica. True if that opens the breaker."""

@@ -32,11 +32,16 @@ class Engine(Protocol):
     ASKS: tuple[str, ...]
     """Routes that say what a server is, asked when it comes up."""
 
-    RUNNING: tuple[str, ...]
-    """Series of its /metrics that together count the requests in it; empty where there are none."""
+    LOAD: str | None
+    """A route that says how many requests are in it now; None where none does."""
 
     PREFIX_CACHE: tuple[str, str] | None
-    """Series and label of its /metrics that tell whether prefixes are cached; None where `facts` tells, or nothing."""
+    """Series and label of what `LOAD` answers that tell whether prefixes are cached; None where `facts` tells, or
+    nothing."""
+
+    @staticmethod
+    def running(told: str) -> float | None:
+        """The requests that run and wait in it, from what `LOAD` answered; None where that does not say."""
 
     @staticmethod
     def facts(told: Mapping[str, Any]) -> Facts:

@@ -168,8 +168,17 @@ def _at(value: Any, path: Path) -> Any:
 ASKS = ("/server_info", "/model_info")
 """Routes that say what a server is."""
 
-RUNNING = ("sglang:num_running_reqs", "sglang:num_queue_reqs")
+LOAD = "/v1/loads"
+"""The scheduler's own count. Its /metrics tell of a request only after 40 tokens, and only with --enable-metrics."""
+
 PREFIX_CACHE = None
+
+
+def running(told: str) -> float | None:
+    try:
+        return float(sum(rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in orjson.loads(told)["loads"]))
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def facts(told: Mapping[str, Any]) -> Facts:

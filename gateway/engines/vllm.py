@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from gateway.core import exposition
 from gateway.core.document import Document, Edit
 from gateway.core.types import Facts, Handling, Headers, Path
 
@@ -98,8 +99,17 @@ def id_headers(engine_id: str) -> Headers:
 ASKS = ()
 """Nothing that this engine serves by default tells whether its kernels are batch-invariant."""
 
-RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+LOAD = "/metrics"
+"""Written after each step: what came since is not counted yet. It enters the engine behind the abort of a request whose
+connection was closed before, so it shares no step with it."""
+
 PREFIX_CACHE = ("vllm:cache_config_info", "enable_prefix_caching")
+
+_RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+
+
+def running(told: str) -> float | None:
+    return exposition.total(told, _RUNNING)
 
 
 def facts(told: Mapping[str, Any]) -> Facts:

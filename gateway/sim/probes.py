@@ -1,6 +1,8 @@
 """What an engine tells of itself: health, models, settings, metrics."""
 
 import asyncio
+import time
+from datetime import UTC, datetime
 
 from gateway.sim import sglang, vllm
 from gateway.sim.asks import Ask
@@ -135,6 +137,20 @@ async def metrics(ask: Ask, dialect: Dialect) -> Reply:
         config = f'block_size="{BLOCKS["vllm"]}",enable_prefix_caching="{settings.prefix_cache}",engine="0"'
         text += _gauge("vllm:cache_config_info", "Information of the LLMEngine CacheConfig", config, 1)
     return Reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+async def loads(ask: Ask, dialect: Dialect) -> Reply:
+    """SGLang's count of what is in its scheduler, as of now."""
+    engine, now = ask.engine, time.time()
+    rank = {
+        "timestamp": now,
+        "dp_rank": 0,
+        "num_running_reqs": len(engine.running),
+        "num_waiting_reqs": len(engine.waiting),
+        "max_running_requests": ask.settings.max_num_seqs,
+    }
+    stamp = datetime.fromtimestamp(now, UTC).isoformat()
+    return answer({"timestamp": stamp, "version": sglang.VERSION, "loads": [rank]})
 
 
 async def clear_cache(ask: Ask, dialect: Dialect) -> Reply:

@@ -72,6 +72,7 @@ def _sglang() -> Routes:
         ("GET", "/health_generate"): probes.slow,
         ("GET", "/ready"): probes.quick,
         ("GET", "/metrics"): probes.metrics,
+        ("GET", "/v1/loads"): probes.loads,
         ("GET", "/v1/models"): probes.models,
         ("GET", "/server_info"): probes.sglang_server_info,
         ("GET", "/get_server_info"): probes.sglang_server_info,
