@@ -94,6 +94,27 @@ def test_any_bytes_are_read_or_refused(raw: bytes) -> None:
 # Looking
 
 
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    ("raw", "path", "literal"),
+    [
+        (b'{"n":1}', ("n",), b"1"),
+        (b'{"n" :\n18446744073709551616 }', ("n",), b"18446744073709551616"),
+        (b'{"p":{"n":-1.50e3}}', ("p", "n"), b"-1.50e3"),
+        (b'{"p":{"n":null},"n":true,"q":false}', ("n",), b"true"),
+        (b'{"n":"}\\"]"}', ("n",), b'"}\\"]"'),
+        (b'{"n":[{"n":2}, "]"],"m":1}', ("n",), b'[{"n":2}, "]"]'),
+        (b'{"n":1,"n":{}}', ("n",), b"{}"),
+        (b'{"p":{"n":1},"p":{"n":2}}', ("p", "n"), b"2"),
+        (b'{"p":{"n":1},"p":{}}', ("p", "n"), None),
+        (b'{"p":[1]}', ("p", "n"), None),
+        (b'{"a":"n"}', ("n",), None),
+    ],
+)
+def test_where_a_value_begins_and_ends(raw: bytes, path: tuple[str, ...], literal: bytes | None) -> None:
+    assert Document(raw).literal(path) == literal
+
+
 @given(bodies, paths, st.booleans())
 def test_a_literal_is_the_text_of_the_value_that_counts(body: Object, path: tuple[str, ...], scan: bool) -> None:
     document = Document(body.render().encode())
