@@ -13,7 +13,7 @@ from gateway.fleet import Fleet
 from gateway.health import Health
 from gateway.pipeline import Pipeline
 from gateway.runs import Runs
-from gateway.settings import Settings
+from gateway.settings import InvalidSettings, Settings
 from gateway.silence import Silence
 from gateway.stores.memory import MemoryStore
 from gateway.tasks import start, stop
@@ -24,6 +24,8 @@ class Gateway:
     """All of it. Carriers need `owns`, `serve` and the bounds; servers need `application` and `running`."""
 
     def __init__(self, settings: Settings, *, resume: bool = False, new_run: bool = False) -> None:
+        if settings.state != "memory":
+            raise InvalidSettings(["state: memory is the only store there is yet"])
         self.settings = settings
         self.telemetry = Telemetry()
         self.fleet = Fleet(settings)

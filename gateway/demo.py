@@ -19,7 +19,7 @@ from gateway.tasks import start
 POLICY, REWARD = "sim-model", "sim-reward"
 
 _POLICY = SimSettings(engine="vllm", model=POLICY)
-_REWARD = SimSettings(engine="vllm", role="reward", model=REWARD)
+_REWARD = SimSettings(engine="vllm", role="reward", model=REWARD, prefix_cache=False)
 
 WELCOME = """
 detgate runs on {url}, run {run}, in front of three simulated replicas: nothing here is a real model.

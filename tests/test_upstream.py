@@ -1,0 +1,269 @@
+"""One contract for whatever sends to replicas: the gateway's own connections, and a library's client beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import io
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import pytest
+
+from gateway.upstream import Broken, Connections
+from tests.harness import FakeWorker, Reply, Seen
+
+
+@dataclass
+class Got:
+    """An answer, or how it broke."""
+
+    status: int = 0
+    headers: list[tuple[str, str]] = field(default_factory=list)
+    body: bytes = b""
+    chunks: list[bytes] = field(default_factory=list)
+    broke: str | None = None
+
+
+Send = Callable[[str, bytes], Awaitable[Got]]
+
+
+class Own:
+    """The gateway's own client."""
+
+    def __init__(self, url: str) -> None:
+        self.connections = Connections(url, connect_seconds=1.0, idle_seconds=0.2)
+
+    async def send(self, path: str, body: bytes) -> Got:
+        got = Got()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        try:
+            exchange = await self.connections.send(head, body)
+            await exchange.head()
+            got.status = exchange.status
+            got.headers = [(name.decode(), value.decode("latin-1")) for name, value in exchange.headers]
+
+            def take(data: bytes) -> bool:
+                got.chunks.append(data)
+                return False
+
+            await exchange.pipe(take)
+        except Broken as error:
+            got.broke = error.phase
+        got.body = b"".join(got.chunks)
+        return got
+
+    async def close(self) -> None:
+        self.connections.close()
+
+
+class Library:
+    """aiohttp, as the reference."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.session: aiohttp.ClientSession | None = None
+
+    async def send(self, path: str, body: bytes) -> Got:
+        if self.session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=0.2)
+            self.session = aiohttp.ClientSession(connector=connector)
+        got = Got()
+        try:
+            async with self.session.post(self.url + path, data=io.BytesIO(body)) as answer:
+                got.status = answer.status
+                got.headers = [(name.lower(), value) for name, value in answer.headers.items()]
+                async for data in answer.content.iter_any():
+                    got.chunks.append(data)
+        except aiohttp.ClientConnectorError:
+            got.broke = "connect"
+        except aiohttp.ClientError:
+            got.broke = "body" if got.status else "send"
+        got.body = b"".join(got.chunks)
+        return got
+
+    async def close(self) -> None:
+        if self.session is not None:
+            await self.session.close()
+
+
+CLIENTS: list[Any] = [Own, Library]
+both = pytest.mark.parametrize("client", CLIENTS)
+
+
+def scripted(answer: Callable[[Reply], None]) -> Callable[[Seen, Reply], Awaitable[None]]:
+    async def script(seen: Seen, reply: Reply) -> None:
+        answer(reply)
+
+    return script
+
+
+async def ask(client: Any, script: Callable[[Seen, Reply], Awaitable[None]], body: bytes = b"{}") -> Got:
+    async with FakeWorker(script) as worker:
+        sender = client(worker.url)
+        try:
+            got: Got = await sender.send("/x", body)
+            return got
+        finally:
+            await sender.close()
+
+
+@both
+@pytest.mark.parametrize("size", [0, 1, 65535, 65536, 3_000_000])
+async def test_bodies_of_any_length_arrive_and_come_back(client: Any, size: int) -> None:
+    async def echo(seen: Seen, reply: Reply) -> None:
+        reply.head(200, length=len(seen.body))
+        reply.writer.write(seen.body)
+
+    body = bytes(range(256)) * (size // 256 + 1)
+    got = await ask(client, echo, body[:size])
+    assert (got.status, got.body, got.broke) == (200, body[:size], None)
+
+
+@both
+async def test_chunks_are_joined_and_repeated_headers_are_kept(client: Any) -> None:
+    def answer(reply: Reply) -> None:
+        reply.head(201, ("set-cookie", "a=1"), ("set-cookie", "b=2"))
+        for piece in (b"one", b"two", b"three"):
+            reply.chunk(piece)
+        reply.end()
+
+    got = await ask(client, scripted(answer))
+    assert (got.status, got.body) == (201, b"onetwothree")
+    assert [value for name, value in got.headers if name == "set-cookie"] == ["a=1", "b=2"]
+
+
+@both
+async def test_a_body_without_a_length_ends_with_its_connection(client: Any) -> None:
+    def answer(reply: Reply) -> None:
+        reply.writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n\r\nuntil the end")
+        reply.close()
+
+    got = await ask(client, scripted(answer))
+    assert (got.status, got.body, got.broke) == (200, b"until the end", None)
+
+
+@both
+async def test_an_interim_answer_is_not_the_answer(client: Any) -> None:
+    def answer(reply: Reply) -> None:
+        reply.writer.write(b"HTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n")
+        reply.json({"ok": True})
+
+    got = await ask(client, scripted(answer))
+    assert (got.status, got.body) == (200, b'{"ok": true}')
+
+
+@both
+async def test_encoded_bodies_come_decoded(client: Any) -> None:
+    squeezed = gzip.compress(b"text")
+
+    def answer(reply: Reply) -> None:
+        reply.head(200, ("content-encoding", "gzip"), length=len(squeezed))
+        reply.writer.write(squeezed)
+
+    assert (await ask(client, scripted(answer))).body == b"text"
+
+
+@both
+@pytest.mark.parametrize(
+    ("answer", "phase"),
+    [
+        (lambda reply: reply.close(), "send"),
+        (lambda reply: reply.reset(), "send"),
+        (lambda reply: (reply.writer.write(b"nonsense\r\n\r\n"), reply.close()), "send"),
+        (lambda reply: (reply.head(200, length=10), reply.writer.write(b"short"), reply.close()), "body"),
+        (lambda reply: (reply.head(200), reply.chunk(b"begun"), reply.close()), "body"),
+    ],
+)
+async def test_what_breaks_is_told_with_how_far_it_came(client: Any, answer: Any, phase: str) -> None:
+    got = await ask(client, scripted(answer))
+    assert got.broke == phase
+
+
+@both
+async def test_no_server_is_told_as_no_connection(client: Any) -> None:
+    async with FakeWorker() as worker:
+        url = worker.url
+    sender = client(url)
+    try:
+        assert (await sender.send("/x", b"{}")).broke == "connect"
+    finally:
+        await sender.close()
+
+
+@both
+async def test_a_connection_is_used_again_and_not_after_it_was_idle_for_long(client: Any) -> None:
+    async with FakeWorker() as worker:
+        sender = client(worker.url)
+        try:
+            for _ in range(5):
+                assert (await sender.send("/x", b"{}")).status == 200
+            assert worker.connections == 1
+            await asyncio.sleep(0.45)
+            assert (await sender.send("/x", b"{}")).status == 200
+            assert worker.connections == 2
+        finally:
+            await sender.close()
+
+
+@both
+async def test_a_connection_that_the_server_closes_is_not_used_again(client: Any) -> None:
+    def answer(reply: Reply) -> None:
+        reply.json({}, 200, ("connection", "close"))
+        reply.keep = False
+
+    async with FakeWorker(scripted(answer)) as worker:
+        sender = client(worker.url)
+        try:
+            for _ in range(3):
+                assert (await sender.send("/x", b"{}")).status == 200
+            assert worker.connections == 3
+        finally:
+            await sender.close()
+
+
+async def test_an_endless_head_is_refused() -> None:
+    def answer(reply: Reply) -> None:
+        reply.writer.write(b"HTTP/1.1 200 OK\r\n" + b"x-filler: y\r\n" * 20000)
+
+    got = await ask(Own, scripted(answer))
+    assert got.broke == "send"
+
+
+async def test_pausing_holds_the_replica_back_and_resuming_lets_it_go_on() -> None:
+    sent = 0
+    drained = asyncio.Event()
+
+    async def flood(seen: Seen, reply: Reply) -> None:
+        nonlocal sent
+        reply.head(200)
+        for _ in range(200):
+            reply.chunk(b"z" * 65536)
+            await reply.writer.drain()
+            sent += 1
+        reply.end()
+        drained.set()
+
+    async with FakeWorker(flood) as worker:
+        connections = Connections(worker.url)
+        exchange = await connections.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n", b"")
+        await exchange.head()
+        exchange.pause()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await drained.wait()
+        held = sent
+        assert held < 200
+        exchange.resume()
+        total = 0
+
+        def take(data: bytes) -> bool:
+            nonlocal total
+            total += len(data)
+            return False
+
+        await exchange.pipe(take)
+        assert total == 200 * 65536
+        connections.close()
