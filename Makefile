@@ -6,7 +6,7 @@ ARGS ?=
 PYTEST_ARGS ?= -n auto
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint lock vectors test-vllm test-sglang clean
+.PHONY: help run test lint lock vectors sim-routing test-vllm test-sglang clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -25,6 +25,9 @@ lint: $(VENV)/dev.stamp ## linters, types and layers alone
 
 vectors: ## golden vectors checked by a second implementation, in Node
 	node tests/vectors/check.mjs
+
+sim-routing: $(VENV)/run.stamp ## what routing.slack costs and buys; ARGS="--replicas 8 --in-flight 512" for another fleet
+	$(BIN)/python -m tests.routing_simulation $(or $(ARGS),--plot docs/images/routing.svg)
 
 test-vllm: $(VENV)/dev.stamp ## against real vLLM servers on the CPU, which it installs and starts
 	$(BIN)/python -m pytest tests/engines/test_vllm.py --timeout 1800 $(ARGS)
