@@ -240,6 +240,7 @@ async def test_a_session_stays_where_it_was_first_sent_to_although_another_carri
             assert stays.headers["x-detgate-replica"] == kept
             others = [await gate.http.post(path(f"other-{n}"), json=chat()) for n in range(4)]
             assert kept not in {answer.headers["x-detgate-replica"] for answer in others}
+            assert {answer.headers["x-detgate-guarantee"] for answer in others} == {"balanced; unverified"}
             assert [(record["index"], record["sticky"]) for record in closed(gate, "s")] == [(0, False), (2, True)]
             held.cancel()
 
