@@ -16,6 +16,7 @@ import pytest
 
 from gateway import schemes
 from gateway.engines.vllm import ROUTES
+from gateway.stores import ScopeKey
 from gateway.stores.memory import MemoryStore
 from tests.harness import (
     DONE,
@@ -630,7 +631,8 @@ async def test_a_repeat_that_waited_in_vain_shares_the_index() -> None:
         await held.arrived.wait()
         held.go.set()
         headers = {"x-stainless-retry-count": "1"}
-        answer = await ask(gate, "a", **headers)
+        async with asyncio.timeout(2):
+            answer = await ask(gate, "a", **headers)
         assert (index(answer), reasons(answer)) == (0, {"retry-shared"})
 
 
@@ -828,6 +830,24 @@ async def test_a_client_that_sends_one_at_a_time_never_races_itself(stream: bool
             assert await wire.head() == 200
             assert wire.header("x-detgate-index") == str(number)
             assert "racing" not in (wire.header("x-detgate-guarantee") or "")
+            await wire.body()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nor_does_it_where_the_store_is_slow(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store has been told that an answer is complete before the last byte of it leaves."""
+    complete = MemoryStore.complete
+
+    async def slow(store: MemoryStore, key: ScopeKey, index: int) -> bool:
+        await asyncio.sleep(0.02)
+        return await complete(store, key, index)
+
+    monkeypatch.setattr(MemoryStore, "complete", slow)
+    async with gate_of(profile="strict", timeouts={"settle": 0}) as (_, gate), Wire(gate.port) as wire:
+        for number in range(5):
+            wire.post(f"/sessions/s{CHAT}", chat(f"{number}", stream=stream))
+            assert await wire.head() == 200
+            assert wire.header("x-detgate-index") == str(number)
             await wire.body()
 
 
