@@ -29,8 +29,8 @@ from gateway.upstream import Broken, Exchange
 LEAVE_SECONDS = 5.0
 """How long a place in a lane is held for a request that was given up, until the engine says that it has gone."""
 
-LOOKS = 50
-"""How often the engine is asked within that time."""
+LOOK_SECONDS = 0.1
+"""How often the engine is asked meanwhile."""
 
 ASK_SECONDS = 1.0
 """How long an engine may take to answer a question of the gateway's own."""
@@ -210,7 +210,7 @@ class Dispatcher:
                     running = await self._running(pool, replica)
                     if running is not None and running <= replica.inside:
                         return True
-                    await asyncio.sleep(LEAVE_SECONDS / LOOKS)
+                    await asyncio.sleep(LOOK_SECONDS)
         except TimeoutError:
             return False
         finally:
@@ -223,7 +223,10 @@ class Dispatcher:
         try:
             return pool.engine.running(await self._ask(replica, "GET", pool.engine.LOAD))
         except Broken as error:
-            return 0.0 if error.blame == "refused" else None
+            if error.blame != "refused":
+                return None
+            replica.failed(error.blame, error.reason)
+            return 0.0
 
     async def abort(self, sending: Sending) -> None:
         """Name a request to an engine that ends what is named; a closed connection it may be slow to see."""
@@ -463,10 +466,10 @@ class Dispatcher:
                 f"The last, {replica.name}: {error.reason}.",
                 code="suspected_poison",
             )
+        kind = UpstreamTimeout if error.timeout else UpstreamFault
         if error.phase != "connect" and not job.pool.routing.retry_sent:
-            raise UpstreamFault(f"Replica {replica.name} broke after the request was sent: {error.reason}.")
+            raise kind(f"Replica {replica.name} broke after the request was sent: {error.reason}.")
         if attempts >= self._attempts or (not error.stale and not job.pool.elsewhere(avoid)):
-            kind = UpstreamTimeout if error.timeout else UpstreamFault
             raise kind(f"Replica {replica.name} did not answer: {error.reason}.", retry_after=1)
 
     def _count(self, sending: Sending, outcome: Outcome) -> None:

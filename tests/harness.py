@@ -481,7 +481,9 @@ class FakeWorker:
             elif seen.target == "/v1/models":
                 reply.json({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
             elif seen.target == "/metrics":
-                reply.text(f"vllm:num_requests_running {self.running}\nsglang:num_running_reqs {self.running}\n")
+                reply.text(f"vllm:num_requests_running {self.running}\n")
+            elif seen.target == "/v1/loads":
+                reply.json({"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 0}]})
             else:
                 reply.json({})
             return
