@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gateway import engines
@@ -120,7 +120,9 @@ class Pool:
             self.add(replica)
         self.facts = Facts()
         lane = settings.lane
-        self.lanes = Lanes(settings.name, lane.scope, lane.limit, everything.limits.queue)
+        self.lanes = Lanes(
+            settings.name, lane.scope, lane.limit, everything.limits.queue, episodes=lane.members == "episode"
+        )
         self._firsts: OrderedDict[str, str] = OrderedDict()
 
     @property
@@ -227,10 +229,13 @@ class Pool:
         replica.connections.close()
         return replica
 
-    def choose(self, key: str, without: Iterable[str] = ()) -> Replica | None:
-        """The usable replica that the rule gives for `key`; None where all are down, drained or in `without`."""
-        loads = {name: r.load for name, r in self.replicas.items() if r.usable and name not in without}
-        return self.replicas[routing.choose(key, loads, self.routing.slack)] if loads else None
+    def loads(self, without: Iterable[str] = ()) -> dict[str, int]:
+        """The loads of the usable replicas, but for those in `without`."""
+        return {name: r.load for name, r in self.replicas.items() if r.usable and name not in without}
+
+    def choose(self, key: str, loads: Mapping[str, int]) -> Replica:
+        """The one of these replicas that the rule gives for `key`."""
+        return self.replicas[routing.choose(key, loads, self.routing.slack)]
 
 
 class Fleet:

@@ -9,6 +9,7 @@ import structlog
 from gateway.answers import answered
 from gateway.core import plan
 from gateway.core.errors import StoreFault, UpstreamFault
+from gateway.sessions import Sessions
 from gateway.settings import Settings
 from gateway.stores import Store
 from gateway.telemetry import Telemetry
@@ -20,8 +21,9 @@ log = structlog.get_logger("detgate.request")
 class Record:
     """Tells ledger, metrics and log of every request."""
 
-    def __init__(self, settings: Settings, store: Store, telemetry: Telemetry) -> None:
+    def __init__(self, settings: Settings, sessions: Sessions, store: Store, telemetry: Telemetry) -> None:
         self._settings = settings
+        self._sessions = sessions
         self._store = store
         self._telemetry = telemetry
         self._debug = settings.log.level == "debug"
@@ -41,7 +43,10 @@ class Record:
                 "epoch": run.epoch,
                 "session": work.scope.session,
                 "identity": work.scope.identity,
+                "ordinal": caller.ordinal,
                 "index": decided.index,
+                "group": caller.group,
+                "member": caller.member,
                 "order": work.ask.kind,
                 "digest": work.ask.raw.hex(),
                 "content": work.ask.content,
@@ -56,6 +61,9 @@ class Record:
                 "flags": work.claim.flags,
             }
         )
+        if asked.session is not None:
+            work.session = asked.session
+            self._sessions.enter(asked.session)
 
     async def complete(self, work: Work) -> None:
         """The answer has ended: the request races no more."""
@@ -67,6 +75,8 @@ class Record:
         """The request is over. `started`: bytes of an answer had reached the client."""
         asked, job, answer = work.asked, work.job, work.answer
         now = asyncio.get_running_loop().time()
+        if work.session is not None:
+            self._sessions.leave(work.session, None if answer.delivered else self._error(work) or _outcome(work))
         if work.claim is not None and work.scope is not None:
             used = answer.delivered or (started and _good_so_far(work))
             await self.complete(work)
@@ -96,6 +106,7 @@ class Record:
             run=asked.run if asked is not None else None,
             session=caller.session if caller is not None else None,
             identity=work.scope.identity if work.scope is not None else None,
+            group=caller.group if caller is not None else None,
             member=caller.member if caller is not None else None,
             index=decided.index if decided is not None else None,
             seed=decided.seed if decided is not None else None,
@@ -137,6 +148,7 @@ class Record:
                 "error": self._error(work),
                 "replica": job.replicas[-1] if job is not None and job.replicas else None,
                 "replicas": job.replicas if job is not None else [],
+                "loads": job.loads if job is not None else None,
                 "attempt": job.attempts if job is not None else 0,
                 "flags": job.flags if job is not None else [],
                 "sticky": job is not None and job.sticky,

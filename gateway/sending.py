@@ -7,7 +7,7 @@ gives all of it back exactly once, when the replica's answer has ended or the ca
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -57,6 +57,9 @@ class Job:
     key: str
     """What routing hashes."""
     session: str = ""
+    """Run and session: what a lane of that scope is found by."""
+    group: str = ""
+    """Run and group; of a session without a group that session."""
     place: tuple[int, str] = (0, "")
     """Index and identity: the canonical order among those who wait in a lane."""
     priority: int = 0
@@ -69,6 +72,8 @@ class Job:
     """Goes where its session was first sent to, while that replica is there."""
     sticky: bool = False
     """Went where its session was first sent to: the rule was not asked."""
+    loads: Mapping[str, int] | None = None
+    """What the last choice was made among, where it depends on loads."""
     attempts: int = 0
     replicas: list[str] = field(default_factory=list)
     """Replica of each attempt, in order."""
@@ -331,23 +336,26 @@ class Dispatcher:
 
     def _by_rule(self, job: Job, avoid: set[str]) -> Replica:
         pool = job.pool
-        replica = pool.choose(job.key, avoid)
-        if replica is None:
+        loads = pool.loads(avoid)
+        if not loads:
             raise Busy(
                 f"No replica of pool {pool.name} is up. {pool.why_down()}", code="no_healthy_replica", retry_after=2
             )
+        replica = pool.choose(job.key, loads)
+        if not pool.stable:
+            job.loads = loads
         if pool.stable and "home-down" not in job.flags and replica is not pool.home(job.key):
             job.flags.append("home-down")
         return replica
 
     def _follow(self, job: Job, avoid: set[str]) -> Replica:
-        kept = job.pool.kept(job.key)
+        kept = job.pool.kept(job.session)
         job.sticky = kept is not None and kept.name not in avoid
         if kept is not None and job.sticky:
             return kept
         replica = self._by_rule(job, avoid)
         if kept is None:
-            job.pool.keep(job.key, replica)
+            job.pool.keep(job.session, replica)
         return replica
 
     async def _to_home(self, job: Job) -> Replica:
@@ -374,7 +382,7 @@ class Dispatcher:
         sending = self._occupy(job, call, await self._route(job, avoid))
         if sending.computes:
             try:
-                sending.lane = job.pool.lanes.find(sending.replica.name, job.session)
+                sending.lane = job.pool.lanes.find(sending.replica.name, job.session, job.group)
                 if sending.lane is not None:
                     index, identity = job.place
                     sending.place = sending.lane.join((job.priority, index, natural(identity), call.sample))
