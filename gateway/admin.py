@@ -1,27 +1,28 @@
-"""Routes that change the fleet, for whoever holds the admin key."""
+"""Routes that change the fleet and tell of runs, for whoever holds the admin key."""
 
 from __future__ import annotations
 
-import hmac
-from typing import Any
+from typing import Annotated, Any
 
 import structlog
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request, Response
 
+from gateway import exports
 from gateway.changes import Changes
-from gateway.core.errors import Conflict, Forbidden, NotFound, Unauthorized
+from gateway.core import identity
+from gateway.core.errors import Conflict, NotFound
 from gateway.fleet import Fleet, Pool, Replica
+from gateway.keys import AdminKey, given
+from gateway.runs import Runs
 from gateway.settings import Replica as ReplicaSettings
 from gateway.settings import Settings
 
 log = structlog.get_logger("detgate.admin")
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-
-def build(settings: Settings, fleet: Fleet, changes: Changes) -> APIRouter:
+def build(settings: Settings, runs: Runs, fleet: Fleet, changes: Changes) -> APIRouter:
     """The routes under /admin. Without an admin key they are open on a loopback bind, and closed on any other."""
-    router = APIRouter(prefix="/admin", dependencies=[Depends(_guard(settings))])
+    router = APIRouter(prefix="/admin", dependencies=[Depends(guard(settings))])
 
     def pool_of(pool: str) -> Pool:
         if pool not in fleet.pools:
@@ -55,6 +56,13 @@ def build(settings: Settings, fleet: Fleet, changes: Changes) -> APIRouter:
         named(pool_of(pool), name)
         return _shown(changes.remove(pool_of(pool), name))
 
+    @router.get("/runs/{run}/requests", summary="The requests of a run, a JSON object a line")
+    async def requests(
+        run: str, after: str | None = None, limit: Annotated[int | None, Query(ge=1)] = None
+    ) -> Response:
+        folder, live = runs.reading(identity.run_name(run.encode(), "run"))
+        return await exports.page(folder, live, after, limit)
+
     return router
 
 
@@ -70,25 +78,11 @@ def _shown(replica: Replica) -> dict[str, Any]:
     }
 
 
-def _guard(settings: Settings) -> Any:
-    key = settings.auth.admin_key
+def guard(settings: Settings) -> Any:
+    """A dependency of routes that need the admin key."""
+    admin = AdminKey(settings)
 
-    async def guard(request: Request) -> None:
-        if key is None:
-            if settings.host not in LOOPBACK:
-                raise Forbidden(
-                    "Admin routes are closed off loopback until auth.admin_key is set.", code="admin_closed"
-                )
-            return
-        given = bearer(request.headers.get("authorization"), request.headers.get("x-api-key"))
-        if given is None or not hmac.compare_digest(given.encode(), key.get_secret_value().encode()):
-            raise Unauthorized("This needs the admin key, as a Bearer token or in x-api-key.")
+    async def check(request: Request) -> None:
+        admin.check(given(dict(request.headers.raw)))
 
-    return guard
-
-
-def bearer(authorization: str | None, api_key: str | None) -> str | None:
-    """The key that a request carries, in either of the two headers that SDKs use."""
-    if authorization is not None and authorization[:7].lower() == "bearer ":
-        return authorization[7:].strip()
-    return api_key
+    return check

@@ -13,6 +13,7 @@ from gateway.fleet import Fleet
 from gateway.health import Health
 from gateway.pipeline import Pipeline
 from gateway.runs import Runs
+from gateway.sessions import Sessions
 from gateway.settings import InvalidSettings, Settings
 from gateway.silence import Silence
 from gateway.stores.memory import MemoryStore
@@ -29,10 +30,11 @@ class Gateway:
         self.settings = settings
         self.telemetry = Telemetry()
         self.fleet = Fleet(settings)
-        store = MemoryStore()
-        self.runs = Runs(settings, store, self.telemetry.ledger_errors.add, resume=resume, new=new_run)
+        store = self._store = MemoryStore()
+        self.sessions = Sessions(settings, store)
+        self.runs = Runs(settings, store, self.sessions, self.telemetry.ledger_errors.add, resume=resume, new=new_run)
         self.run = self.runs.own.name
-        self.pipeline = Pipeline(settings, self.runs, self.fleet, store, self.telemetry)
+        self.pipeline = Pipeline(settings, self.runs, self.sessions, self.fleet, store, self.telemetry)
         self.health = Health(settings, self.fleet)
         self.changes = Changes(self.run, self.fleet, self.health, self.runs.own.ledger)
         self.silence = Silence(settings.timeouts, self.pipeline.dispatcher)
@@ -54,7 +56,14 @@ class Gateway:
     def application(self) -> Application:
         """The whole gateway for any ASGI server."""
         rest: Any = control.build(
-            self.settings, self.runs.own, self.fleet, self.telemetry, self.changes, lambda: self.draining
+            self.settings,
+            self.runs,
+            self.sessions,
+            self._store,
+            self.fleet,
+            self.telemetry,
+            self.changes,
+            lambda: self.draining,
         )
         return DataPlane(self, rest)
 
@@ -64,6 +73,7 @@ class Gateway:
         tasks = (
             start(self.health.run(), "health"),
             start(self.silence.run(), "silence"),
+            start(self.sessions.run(), "sessions"),
         )
         try:
             yield
@@ -85,7 +95,11 @@ class Gateway:
         def waiting() -> Iterable[tuple[tuple[str, ...], float]]:
             return (((pool.name,), pool.lanes.waiting) for pool in self.fleet)
 
+        def sessions() -> Iterable[tuple[tuple[str, ...], float]]:
+            return (((), self.sessions.live),)
+
         add = self.telemetry.gauge
         add("detgate_in_flight", "Requests on their way to a replica or in it.", replica_labels, loads)
         add("detgate_replica_up", "1 while a replica answers its probes.", replica_labels, ups)
         add("detgate_lane_waiting", "Requests that wait in lanes.", ("pool",), waiting)
+        add("detgate_sessions", "Sessions that were created and have not ended.", (), sessions)

@@ -9,27 +9,40 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway import __version__, admin
+from gateway import __version__, admin, sessions_api
 from gateway.changes import Changes
 from gateway.core.errors import CallerFault, Fault, NotFound, WrongMethod
 from gateway.core.shapes import error_body, error_headers
 from gateway.fleet import Fleet, Pool
 from gateway.routes import API_OF
-from gateway.runs import Run
+from gateway.runs import Runs
+from gateway.sessions import Sessions
 from gateway.settings import Settings
+from gateway.stores import Store
 from gateway.telemetry import Telemetry
 
 EXPOSITION = "text/plain; version=1.0.0; charset=utf-8"
 
 
 def build(
-    settings: Settings, run: Run, fleet: Fleet, telemetry: Telemetry, changes: Changes, draining: Callable[[], bool]
+    settings: Settings,
+    runs: Runs,
+    sessions: Sessions,
+    store: Store,
+    fleet: Fleet,
+    telemetry: Telemetry,
+    changes: Changes,
+    draining: Callable[[], bool],
 ) -> FastAPI:
     """The application. What it shows is read when it is asked for."""
+    run = runs.own
     app = FastAPI(title="detgate", version=__version__, docs_url=None, redoc_url=None)
     _errors(app)
-    app.include_router(admin.build(settings, fleet, changes))
+    app.add_middleware(Verbatim)
+    app.include_router(admin.build(settings, runs, fleet, changes))
+    app.include_router(sessions_api.build(settings, runs, sessions, store))
 
     @app.get("/livez", summary="The process runs")
     async def livez() -> dict[str, str]:
@@ -77,6 +90,18 @@ def build(
 
     app.openapi = openapi  # type: ignore[method-assign]
     return app
+
+
+class Verbatim:
+    """Routes get the path as it was sent: decoded before it is parted, an encoded slash would part an id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (raw := scope.get("raw_path")):
+            scope = {**scope, "path": raw.partition(b"?")[0].decode("latin-1")}
+        await self._app(scope, receive, send)
 
 
 _DATA_PLANE = {
@@ -150,6 +175,10 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(Fault)
     async def fault(request: Request, error: Fault) -> Response:
         return answer(error)
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        return answer(Fault("The gateway failed; its log says why."))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gateway.core.errors import Busy
@@ -108,8 +110,12 @@ class Lane:
 class Lanes:
     """The lanes of one pool, by its scope. A lane exists while it is used."""
 
-    def __init__(self, pool: str, scope: str, limit: int | None, queue: int) -> None:
+    def __init__(self, pool: str, scope: str, limit: int | None, queue: int, *, episodes: bool = False) -> None:
         self.scope = scope if limit is not None else "none"
+        self.episodes = episodes
+        """The members of a group go one after the other, each when those before it have ended."""
+        self.held = 0
+        """Requests that wait for that, in no lane yet."""
         self._pool = pool
         self._limit = limit or 0
         self._queue = queue
@@ -127,16 +133,31 @@ class Lanes:
 
     @property
     def waiting(self) -> int:
-        return sum(lane.waiting for lane in self._lanes.values())
+        return self.held + sum(lane.waiting for lane in self._lanes.values())
 
     def __len__(self) -> int:
         return len(self._lanes)
 
-    def find(self, replica: str, session: str) -> Lane | None:
-        """The lane of a request to `replica` from `session`; None where nothing is bounded."""
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Around a wait for the members before one. Raises `Busy` where too many wait for that already."""
+        if self.held >= self._queue:
+            raise Busy(
+                f"{self.held} requests wait for other members of their groups already. "
+                "Ask again later, or raise limits.queue.",
+                code="queue_full",
+            )
+        self.held += 1
+        try:
+            yield
+        finally:
+            self.held -= 1
+
+    def find(self, replica: str, session: str, group: str = "") -> Lane | None:
+        """The lane of a request to `replica` from a session in a group; None where nothing is bounded."""
         if self.scope == "none":
             return None
-        name = {"pool": self._pool, "replica": replica}.get(self.scope, session)
+        name = {"pool": self._pool, "replica": replica, "session": session, "group": group}[self.scope]
         lane = self._lanes.get(name)
         if lane is None:
             lane = self._lanes[name] = Lane(name, self._limit, self._queue)

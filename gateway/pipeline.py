@@ -19,14 +19,16 @@ from gateway.core.document import Document
 from gateway.core.errors import Busy, Fault
 from gateway.core.indexing import Ask, Kind
 from gateway.core.types import Call, Headers, Request
+from gateway.episodes import Episodes
 from gateway.fleet import Fleet
-from gateway.keys import Keys
+from gateway.keys import given
 from gateway.local import Local
 from gateway.reader import Reader
 from gateway.record import Record
 from gateway.routes import API_OF, is_data_plane
 from gateway.runs import Runs
 from gateway.sending import Dispatcher, Job, Sending
+from gateway.sessions import PREFIX, Sessions, Visitor
 from gateway.settings import Settings
 from gateway.statement import Statement
 from gateway.stores import ScopeKey, Store
@@ -43,6 +45,7 @@ class Pipeline:
         self,
         settings: Settings,
         runs: Runs,
+        sessions: Sessions,
         fleet: Fleet,
         store: Store,
         telemetry: Telemetry,
@@ -50,11 +53,12 @@ class Pipeline:
         self.settings = settings
         self.store = store
         self.dispatcher = Dispatcher(settings, fleet, telemetry)
-        self._keys = Keys(settings.auth)
         self._local = Local(fleet, self.dispatcher)
         self._runs = runs
-        self._reader = Reader(settings, runs.own.name, fleet)
-        self._record = Record(settings, store, telemetry)
+        self._sessions = sessions
+        self._reader = Reader(settings, runs.own.name, sessions, fleet)
+        self._episodes = Episodes(settings, sessions, telemetry)
+        self._record = Record(settings, sessions, store, telemetry)
         self._statement = Statement(settings)
         self.draining = False
         self.drained = asyncio.Event()
@@ -90,14 +94,15 @@ class Pipeline:
             work.api = API_OF.get(location.route, "openai")
             if self.draining:
                 raise Busy("The gateway is shutting down. Ask another, or ask again later.", code="shutting_down")
-            self._keys.check(request.fields)
+            visitor = self._visitor(request, location)
             if self._local.owns(location.route):
                 await self._local.answer(location.route, request, client)
                 return
-            asked = work.asked = self._reader.read(request, location)
+            asked = work.asked = self._reader.read(request, location, visitor)
             await self._claim(work, asked)
             decided = self._plan(work, asked)
             job = work.job = self._job(work, asked, decided)
+            await self._episodes.turn(asked, job)
             await self._forward(work, asked, decided, job, client)
         except Fault as fault:
             self._refuse(work, client, fault)
@@ -112,6 +117,13 @@ class Pipeline:
             self._refuse(work, client, Fault("The gateway failed; its log says why."))
         finally:
             await self._record.closed(work, started=client.started)
+
+    # --- identify: the key's session may be one of a run that is not open yet.
+    def _visitor(self, request: Request, location: identity.Location) -> Visitor:
+        key = given(request.fields)
+        if key.startswith(PREFIX) and (run := identity.named(location, request.fields).run) is not None:
+            self._runs.revive(run)
+        return self._sessions.visitor(key)
 
     # --- index: claimed before anything waits.
     async def _claim(self, work: Work, asked: Asked) -> None:
@@ -147,10 +159,11 @@ class Pipeline:
             asked.handling,
             asked.wish,
             scheme=self._scheme,
-            master=self.settings.seed,
+            master=self.settings.seed if caller.seed is None else caller.seed,
             mix=self.settings.client_seed == "mix",
             identity=work.scope.identity,
             index=claim.index,
+            ordinal=caller.ordinal,
             member=caller.member,
         )
         self._record.opened(work, asked, work.plan)
@@ -174,7 +187,8 @@ class Pipeline:
             headers=fields.upstream(request.headers),
             request_id=request_id,
             key=key,
-            session=caller.session,
+            session=f"{asked.run}/{caller.session}",
+            group=f"{asked.run}/{caller.group or caller.session}",
             place=(decided.index, decided.identity),
             client_id=_client_id(asked.document),
             flags=self._statement.reasons(work, asked),

@@ -8,6 +8,7 @@ from gateway.core.errors import Busy, CallerFault, WrongMethod
 from gateway.core.types import Handling, Request
 from gateway.fleet import Fleet, Pool
 from gateway.routes import READ_FIELDS
+from gateway.sessions import Sessions, Visitor
 from gateway.settings import Settings
 from gateway.work import Asked
 
@@ -15,17 +16,21 @@ from gateway.work import Asked
 class Reader:
     """What a request must be, under the settings in force."""
 
-    def __init__(self, settings: Settings, run: str, fleet: Fleet) -> None:
+    def __init__(self, settings: Settings, run: str, sessions: Sessions, fleet: Fleet) -> None:
         self._settings = settings
         self._run = run
+        self._sessions = sessions
         self._fleet = fleet
         self._off = settings.profile == "off"
         self._strict = settings.profile == "strict"
 
-    def read(self, request: Request, location: identity.Location) -> Asked:
+    def read(self, request: Request, location: identity.Location, visitor: Visitor) -> Asked:
         """The request, found good. Raises `CallerFault`, or `Busy` where it is the fleet's fault."""
         route = location.route
-        caller = identity.identify(location, request.fields, self._settings.index_order)
+        names = identity.named(location, request.fields)
+        session = self._sessions.find(visitor, names, self._run)
+        known = session.known if session is not None else None
+        caller = identity.identify(names, request.fields, self._settings.index_order, known)
         document = self._document(request)
         named = request.fields.get(b"x-detgate-pool")
         model = document.value.get("model")
@@ -37,9 +42,10 @@ class Reader:
         wish = plan.Wish()
         if handling.kind in ("sample", "score") and not self._off:
             self._admissible(caller, pool, handling, route)
+            self._has_member(caller, handling)
             wish = self._wish(pool, handling, document)
             pool.engine.check(route, document, pool.facts, wish.samples)
-        return Asked(request, caller, route, pool, handling, document, wish, caller.run or self._run)
+        return Asked(request, caller, route, pool, handling, document, wish, caller.run or self._run, session)
 
     def _document(self, request: Request) -> Document:
         if not request.body and request.method != "POST":
@@ -79,6 +85,21 @@ class Reader:
                 code="not_deterministic",
                 retry_after=10,
             )
+
+    def _has_member(self, caller: identity.Caller, handling: Handling) -> None:
+        """Where seeds follow from the member, a group's name alone would make clones of its members."""
+        if self._settings.scheme != "offset" or handling.kind != "sample" or caller.member is not None:
+            return
+        run = caller.run or self._run
+        for name in (caller.session, caller.identity):
+            group = self._sessions.group(run, name)
+            if group is not None and group.size > 1:
+                raise CallerFault(
+                    f"{name} is a group of {group.size}, whose members have seeds of their own. "
+                    "Use a member's session, or send X-Member-Index.",
+                    code="member_required",
+                    param="X-Member-Index",
+                )
 
     def _wish(self, pool: Pool, handling: Handling, document: Document) -> plan.Wish:
         try:

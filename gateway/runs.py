@@ -16,9 +16,10 @@ from typing import Any
 
 import orjson
 
-from gateway.core.errors import Busy
+from gateway.core.errors import Busy, NotFound
 from gateway.ledger.reader import Segments
 from gateway.ledger.writer import Ledger
+from gateway.sessions import Sessions
 from gateway.settings import InvalidSettings, Settings
 from gateway.stores.memory import MemoryStore
 
@@ -33,7 +34,14 @@ class Run:
     """One run that this process serves: its folder locked, its counters restored, its ledger open."""
 
     def __init__(
-        self, settings: Settings, name: str, store: MemoryStore, failed: Callable[[], None], *, named: bool
+        self,
+        settings: Settings,
+        name: str,
+        store: MemoryStore,
+        sessions: Sessions,
+        failed: Callable[[], None],
+        *,
+        named: bool,
     ) -> None:
         self.name = name
         self.folder = settings.ledger.path / name
@@ -47,9 +55,10 @@ class Run:
         )
         """Deciding settings that are not those the run began with: the process must not serve it."""
         segments = Segments(self.folder)
-        lost = store.restore(name, segments)
+        lost = store.restore(name, sessions.restoring(name, segments))
         self.epoch = int(known.get("epoch", 0)) + segments.gap
         self.ledger = Ledger(self.folder / f"{time.time_ns()}-{os.getpid()}.jsonl", failed)
+        sessions.serve(name, self.ledger)
         self._about = {
             "run": name,
             "named": named,
@@ -80,6 +89,7 @@ class Runs:
         self,
         settings: Settings,
         store: MemoryStore,
+        sessions: Sessions,
         failed: Callable[[], None],
         *,
         resume: bool = False,
@@ -87,9 +97,10 @@ class Runs:
     ) -> None:
         self._settings = settings
         self._store = store
+        self._sessions = sessions
         self._failed = failed
         name = _chosen(settings, resume=resume, new=new)
-        self.own = Run(settings, name, store, failed, named=settings.run is not None)
+        self.own = Run(settings, name, store, sessions, failed, named=settings.run is not None)
         self._open = {name: self.own}
 
     def find(self, name: str) -> Run:
@@ -99,7 +110,7 @@ class Runs:
             limit = self._settings.limits.runs
             if len(self._open) >= limit:
                 raise Busy(f"{limit} runs are open already. End some, or raise limits.runs.", code="too_many_runs")
-            run = self._open[name] = Run(self._settings, name, self._store, self._failed, named=True)
+            run = self._open[name] = Run(self._settings, name, self._store, self._sessions, self._failed, named=True)
         if run.differs:
             raise Busy(
                 f"Run {name} began with other settings: {', '.join(run.differs)}. "
@@ -108,6 +119,28 @@ class Runs:
                 retry_after=60,
             )
         return run
+
+    def revive(self, name: str) -> None:
+        """Open a run that is there already: what it knew may be asked for before a request counts in it."""
+        if name not in self._open and _known(self._settings.ledger.path / name):
+            self.find(name)
+
+    def reading(self, name: str) -> tuple[Path, bool]:
+        """Where a run's records are, all of them written, and whether this process still adds to them.
+
+        Raises `NotFound`, and `Busy` where another process adds to them.
+        """
+        run = self._open.get(name)
+        if run is not None:
+            run.ledger.flush()
+            return run.folder, True
+        folder = self._settings.ledger.path / name
+        known = _known(folder)
+        if not known:
+            raise NotFound(f"There is no run {name} here.", code="run_not_found", param="run")
+        if known.get("state") == OPEN:
+            os.close(_locked(folder))
+        return folder, False
 
     def close(self) -> None:
         """End all of them cleanly."""

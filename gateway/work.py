@@ -13,6 +13,7 @@ from gateway.core.types import Api, Handling, Request
 from gateway.fleet import Pool
 from gateway.runs import Run
 from gateway.sending import Job
+from gateway.sessions import Session
 from gateway.stores import ScopeKey
 
 
@@ -28,6 +29,8 @@ class Asked:
     document: Document
     wish: plan.Wish
     run: str
+    session: Session | None = None
+    """The session, if it was created."""
 
 
 @dataclass(slots=True)
@@ -42,6 +45,8 @@ class Work:
     plan: plan.Plan | None = None
     job: Job | None = None
     scope: ScopeKey | None = None
+    session: Session | None = None
+    """The session that counts this request among its open ones."""
     ask: Ask | None = None
     raced: bool = False
     """Another request raced with this one, as far as is known yet."""

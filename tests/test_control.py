@@ -21,6 +21,7 @@ SERIES = {
     "detgate_request_seconds": {"le"},
     "detgate_lane_wait_seconds": {"pool", "le"},
     "detgate_lane_waiting": {"pool"},
+    "detgate_sessions": set(),
     "detgate_racing": set(),
     "detgate_index_reused": set(),
     "detgate_unseeded": {"route"},

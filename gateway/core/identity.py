@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
-from gateway.core.errors import CallerFault
+from gateway.core.errors import CallerFault, Conflict
 from gateway.core.ids import random_like
 
 ANONYMOUS = "anonymous"
@@ -30,6 +30,30 @@ class Location(NamedTuple):
     session: str | None = None
 
 
+class Named(NamedTuple):
+    """The run and the session that a request names, read and found good. None: it names none."""
+
+    run: str | None = None
+    session: str | None = None
+
+
+class Known(NamedTuple):
+    """A session that was created before it was used, as its creator described it."""
+
+    run: str
+    session: str
+    identity: str
+    ordinal: int = 0
+    """0 for the first session of its identity in the run, k for the one after k others."""
+    order: str | None = None
+    """Its index order, where it has one of its own."""
+    seed: int | None = None
+    """Its own master seed."""
+    group: str | None = None
+    member: int | None = None
+    """Its place in the group, from 0."""
+
+
 class Caller(NamedTuple):
     """Who asks, as the request says it. Frozen: it goes into the ledger."""
 
@@ -45,7 +69,11 @@ class Caller(NamedTuple):
     """Which retry this is; 0: the first sending."""
     member: int | None = None
     random_session: bool = False
-    """The session id holds a random id and no identity was given: seeds will differ in every run."""
+    """What stands for the identity holds a random id: seeds will differ in every run."""
+    ordinal: int = 0
+    seed: int | None = None
+    """The session's own master seed."""
+    group: str | None = None
 
 
 def locate(path: str) -> Location:
@@ -60,25 +88,31 @@ def locate(path: str) -> Location:
     return Location(match["route"], match["run"], match["session"])
 
 
-def identify(location: Location, headers: dict[bytes, bytes], default_order: str) -> Caller:
-    """Read who asks. `headers` has names in lower case. Raises `CallerFault` for what cannot be read."""
+def named(location: Location, headers: dict[bytes, bytes]) -> Named:
+    """The run and the session that path and headers name. `headers` has names in lower case. Raises `CallerFault`."""
+    run = None if location.run is None else run_name(unquote_to_bytes(location.run))
+    if (value := headers.get(b"x-detgate-run")) is not None:
+        run = run_name(value)
+    session = None if location.session is None else text(unquote_to_bytes(location.session), "session id")
+    if session is None and (value := headers.get(b"x-session-id")) is not None:
+        session = text(value, "X-Session-ID")
+    return Named(run, session)
+
+
+def identify(names: Named, headers: dict[bytes, bytes], default_order: str, known: Known | None = None) -> Caller:
+    """Read who asks. `known`: the session, if it was created. Raises `CallerFault` for what cannot be read.
+
+    What a session was created with stands: a header that says otherwise is a `Conflict`.
+    """
     get = headers.get
-    run = None if location.run is None else _text(unquote_to_bytes(location.run), "run")
-    if (value := get(b"x-detgate-run")) is not None:
-        run = _text(value, "X-Detgate-Run")
-    if run is not None and _RUN.fullmatch(run) is None:
-        raise _refuse("X-Detgate-Run", "1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit")
-    session = None if location.session is None else _text(unquote_to_bytes(location.session), "session id")
-    if session is None and (value := get(b"x-session-id")) is not None:
-        session = _text(value, "X-Session-ID")
+    run, session = (known.run, known.session) if known is not None else names
     identity = None
     if (value := get(b"x-detgate-identity")) is not None:
-        identity = _text(value, "X-Detgate-Identity")
-    named = session is not None
+        identity = text(value, "X-Detgate-Identity")
     number = None
     if (value := get(b"x-request-index")) is not None:
         number = _integer(value, "X-Request-Index")
-        if not named:
+        if session is None:
             raise CallerFault(
                 "X-Request-Index needs a session: send X-Session-ID, or use the path /sessions/{id}/….",
                 code="session_required",
@@ -89,18 +123,45 @@ def identify(location: Location, headers: dict[bytes, bytes], default_order: str
         member = _integer(value, "X-Member-Index")
     key = None
     if (value := get(b"idempotency-key")) is not None:
-        key = _text(value, "Idempotency-Key", KEY_BYTES)
-    return Caller(
+        key = text(value, "Idempotency-Key", KEY_BYTES)
+    caller = Caller(
         run=run,
         session=session if session is not None else ANONYMOUS,
         identity=identity or session or ANONYMOUS,
-        named=named,
-        order=_order(get(b"x-index-order"), number, named, default_order),
+        named=session is not None,
+        order=_order(get(b"x-index-order"), number, session is not None, _default(known) or default_order),
         number=number,
         key=key,
         repeat=_retry(get(b"x-stainless-retry-count")),
         member=member,
         random_session=identity is None and session is not None and random_like(session),
+    )
+    return caller if known is None else _as_created(caller, known, identity)
+
+
+def _default(known: Known | None) -> str | None:
+    return None if known is None else known.order
+
+
+def _as_created(caller: Caller, known: Known, identity: str | None) -> Caller:
+    """What the session's creator said of it, which no header may contradict."""
+    for told, created, name in (
+        (identity, known.identity, "X-Detgate-Identity"),
+        (caller.member, known.member, "X-Member-Index"),
+    ):
+        if told is not None and created is not None and told != created:
+            raise Conflict(
+                f"Session {known.session} was created with {created}, and {name} says {told}. Leave the header out.",
+                code="session_conflict",
+                param=name,
+            )
+    return caller._replace(
+        identity=known.identity,
+        member=known.member if known.member is not None else caller.member,
+        random_session=random_like(known.identity),
+        ordinal=known.ordinal,
+        seed=known.seed,
+        group=known.group,
     )
 
 
@@ -115,27 +176,36 @@ def _order(header: bytes | None, number: int | None, named: bool, default: str) 
     return default if named else "content"
 
 
-def _text(value: bytes, name: str, limit: int = SESSION_BYTES) -> str:
+def text(value: bytes, name: str, limit: int = SESSION_BYTES) -> str:
+    """An id: 1 to `limit` bytes of UTF-8 without control characters. Raises `CallerFault` that names `name`."""
     try:
-        text = value.decode()
+        decoded = value.decode()
     except UnicodeDecodeError:
         raise _refuse(name, "UTF-8") from None
-    if not text or len(value) > limit or _CONTROL.search(text):
+    if not decoded or len(value) > limit or _CONTROL.search(decoded):
         raise _refuse(name, f"1 to {limit} bytes of UTF-8 without control characters")
-    return text
+    return decoded
+
+
+def run_name(value: bytes, name: str = "X-Detgate-Run") -> str:
+    """A run's name, which is a folder's too. Raises `CallerFault` that names `name`."""
+    run = text(value, name)
+    if _RUN.fullmatch(run) is None:
+        raise _refuse(name, "1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit")
+    return run
 
 
 def _integer(value: bytes, name: str) -> int:
-    text = value.decode("latin-1").strip()
-    if _DIGITS.fullmatch(text) is None or int(text) > LARGEST_INDEX:
+    digits = value.decode("latin-1").strip()
+    if _DIGITS.fullmatch(digits) is None or int(digits) > LARGEST_INDEX:
         raise _refuse(name, f"an integer from 0 to {LARGEST_INDEX}")
-    return int(text)
+    return int(digits)
 
 
 def _retry(value: bytes | None) -> int:
     """The retry's number. What is no number says that it is a retry all the same."""
-    text = (value or b"0").decode("latin-1").strip()
-    return int(text) if _DIGITS.fullmatch(text) else 1
+    digits = (value or b"0").decode("latin-1").strip()
+    return int(digits) if _DIGITS.fullmatch(digits) else 1
 
 
 def _refuse(name: str, wanted: str) -> CallerFault:

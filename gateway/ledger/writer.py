@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -19,6 +19,14 @@ from gateway.core.errors import StoreFault
 
 class LedgerFault(StoreFault):
     code = "ledger_unavailable"
+
+
+class Mark(NamedTuple):
+    """A place in the ledger of a run."""
+
+    segment: str
+    """The name of the file."""
+    offset: int
 
 
 class Ledger:
@@ -31,9 +39,17 @@ class Ledger:
         self._fd = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._held = bytearray()
 
-    def opened(self, record: dict[str, Any]) -> None:
-        """Write a claim. Raises `LedgerFault`: the request must not go on, and nothing of its record is kept."""
-        line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+    @property
+    def mark(self) -> Mark:
+        """Where the next record will stand."""
+        return Mark(self.file.name, os.fstat(self._fd).st_size + len(self._held))
+
+    def opened(self, *records: dict[str, Any]) -> None:
+        """Write a claim, or whatever else must be known before anything follows from it.
+
+        Raises `LedgerFault`: then nothing may follow from any of the records, of which a part may be there.
+        """
+        line = b"".join(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE) for record in records)
         self._held += line
         try:
             self.flush()

@@ -18,16 +18,16 @@ def contradictions(settings: Settings) -> Iterator[str]:
     yield from _twice(settings)
     if settings.state != "memory" and settings.run is None:
         yield "run: a name is needed with redis, where gateways meet in a run by its name"
-    if not (_is_loopback(settings.host) or settings.auth.api_keys or settings.insecure):
+    if not (is_loopback(settings.host) or settings.auth.api_keys or settings.insecure):
         yield (
             f"host: {settings.host} can be reached from elsewhere, and auth.api_keys has none; add keys, or"
             " insecure: true"
         )
     for place, pool in _places(settings):
         yield from _unusable(f"{place}.lane", pool.lane)
-        if pool.lane.scope == "session" and not settings.sessions.required:
+        if pool.lane.scope in ("session", "group") and not settings.sessions.required:
             yield (
-                f"{place}.lane.scope: session needs sessions.required: true, or requests without a session"
+                f"{place}.lane.scope: {pool.lane.scope} needs sessions.required: true, or requests without a session"
                 " share one lane"
             )
         if settings.profile == "strict" and pool.engine == "openai":
@@ -111,7 +111,8 @@ def _places(settings: Settings) -> Iterator[tuple[str, Pool]]:
     return ((f"pools[{k}]", pool) for k, pool in enumerate(settings.pools))
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a bind to `host` is reached from this machine alone."""
     if host == "localhost":
         return True
     try:

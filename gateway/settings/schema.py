@@ -151,7 +151,7 @@ class Ledger(Section):
 class Sessions(Section):
     required: bool = Field(False, description="Refuse requests that name no session.")
     idle_seconds: Seconds = Field(
-        86400.0, description="Seconds without a request after which a session ends."
+        86400.0, description="Seconds without a request after which a session made by `POST /sessions` ends."
     )
     allow_random: bool = Field(
         False,
@@ -231,6 +231,7 @@ class Limits(Section):
     body_bytes: Count = Field(67108864, description="Longest request body, in bytes.")
     head_bytes: Count = Field(65536, description="Longest request head, in bytes.")
     queue: Count = Field(4096, description="Requests that may wait in one lane; past it 503.")
+    sessions: Count = Field(100_000, description="Sessions made by `POST /sessions` that have not ended; past it 503.")
     runs: Count = Field(64, description="Runs that requests may name and one process has open.")
     attempts: Count = Field(3, description="Sendings of one request, the first included.")
 
@@ -247,6 +248,9 @@ class Timeouts(Section):
     )
     home: Seconds = Field(
         60.0, description="Seconds that a request waits for its replica with on_home_down: wait."
+    )
+    group: Seconds = Field(
+        60.0, description="Seconds that a member of a group waits for those before it with members: episode."
     )
     client_write: Seconds = Field(60.0, description="Seconds that a client may take nothing of its answer.")
     store: Seconds = Field(2.0, description="Seconds for one call to the store.")

@@ -35,3 +35,9 @@ class Store(Protocol):
 
     def raced(self, scope: ScopeKey, index: int) -> bool:
         """Whether an index that this process holds has raced so far, as far as this process knows."""
+
+    def knows(self, run: str, session: str) -> bool:
+        """Whether a session has asked for an index, as far as this process knows."""
+
+    def next_index(self, scope: ScopeKey) -> int | None:
+        """The number that would be drawn next, as far as this process knows; None where the client numbers."""

@@ -86,6 +86,15 @@ class MemoryStore:
     def raced(self, key: ScopeKey, index: int) -> bool:
         return index in self._scopes[key].raced
 
+    def knows(self, run: str, session: str) -> bool:
+        return (run, session) in self._sessions
+
+    def next_index(self, key: ScopeKey) -> int | None:
+        scope = self._scopes.get(key)
+        if scope is None:
+            return 0
+        return None if scope.kind == "client" else scope.next
+
     def _open(self, key: ScopeKey) -> Scope:
         session = self._sessions.setdefault((key.run, key.session), Session())
         scope = self._scopes[key] = Scope(key.identity, session)

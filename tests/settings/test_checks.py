@@ -71,9 +71,10 @@ def test_a_lane_that_bounds_nothing_is_refused(lane: dict[str, Any], expected: s
     assert refused(pools=pool(lane=lane)) == [expected]
 
 
-def test_session_lanes_need_sessions() -> None:
-    pools = pool(lane={"scope": "session", "limit": 1})
-    assert refused(pools=pools)[0].startswith("pools[0].lane.scope: session needs sessions.required: true")
+@pytest.mark.parametrize("scope", ["session", "group"])
+def test_lanes_of_sessions_need_sessions(scope: str) -> None:
+    pools = pool(lane={"scope": scope, "limit": 1})
+    assert refused(pools=pools)[0].startswith(f"pools[0].lane.scope: {scope} needs sessions.required: true")
     load(pools=pools, sessions={"required": True})
 
 
@@ -89,12 +90,12 @@ def test_session_lanes_need_sessions() -> None:
 def test_a_reward_lane_that_shares_batches_is_warned_of_and_refused_in_strict(
     lane: dict[str, Any], named: str
 ) -> None:
-    pools = pool(role="reward", lane=lane)
-    (warning,) = load(pools=pools).warnings()
+    rest: dict[str, Any] = {"pools": pool(role="reward", lane=lane), "sessions": {"required": True}}
+    (warning,) = load(**rest).warnings()
     assert warning.startswith(named)
-    (line,) = refused(profile="strict", pools=pools)
+    (line,) = refused(profile="strict", **rest)
     assert line.startswith(named)
-    assert load(profile="off", pools=pools).warnings() == []
+    assert load(profile="off", **rest).warnings() == []
 
 
 @pytest.mark.parametrize("lane", [{}, {"scope": "pool"}, {"scope": "pool", "limit": 1}])

@@ -41,7 +41,14 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         "ledger": {"path": "ledger", "bodies": False},
         "sessions": {"required": False, "idle_seconds": 86400, "allow_random": False},
         "routing": {"key": "request", "slack": 0, "on_home_down": "next", "retry_sent": True},
-        "limits": {"body_bytes": 67108864, "head_bytes": 65536, "queue": 4096, "attempts": 3},
+        "limits": {
+            "body_bytes": 67108864,
+            "head_bytes": 65536,
+            "queue": 4096,
+            "sessions": 100000,
+            "runs": 64,
+            "attempts": 3,
+        },
         "timeouts": {
             "connect": 5,
             "first_byte": None,
@@ -49,6 +56,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
             "dead": 10,
             "settle": 1,
             "home": 60,
+            "group": 60,
             "client_write": 60,
             "store": 2,
             "head": 30,
@@ -56,7 +64,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
             "keep_alive": 75,
             "drain": 30,
         },
-        "health": {"interval": 2, "timeout": 10, "failures": 3, "successes": 2},
+        "health": {"interval": 2, "timeout": 10, "failures": 3, "breaks": 5, "successes": 2},
         "auth": {"api_keys": [], "admin_key": None},
         "guards": {"shared_seed": "warn", "clones": "warn"},
         "log": {"level": "info", "format": "auto"},
@@ -123,9 +131,7 @@ def test_the_profile_gives_the_defaults(profile: str, slack: float, on_home_down
 
 
 def test_a_setting_written_out_wins_over_the_profile() -> None:
-    told = one_pool(
-        {}, profile="strict", routing={"slack": 4}, guards={"clones": "warn"}, sessions={"required": True}
-    )
+    told = one_pool({}, profile="strict", routing={"slack": 4}, guards={"clones": "warn"}, sessions={"required": True})
     assert (told.routing.slack, told.routing.on_home_down) == (4, "wait")
     assert (told.guards.shared_seed, told.guards.clones) == ("refuse", "warn")
 
@@ -160,7 +166,7 @@ def test_a_pool_takes_over_the_routing_that_it_does_not_override() -> None:
     ],
 )
 def test_lane_defaults(role: str, lane: dict[str, Any] | None, scope: str, limit: int | None) -> None:
-    pool = one_pool({"role": role, "lane": lane}).pools[0]
+    pool = one_pool({"role": role, "lane": lane}, sessions={"required": True}).pools[0]
     assert (pool.lane.scope, pool.lane.limit) == (scope, limit)
 
 

@@ -1,0 +1,55 @@
+"""Groups whose members go one after the other: a member starts when the sessions of those before it have ended.
+
+For `lane: {scope: group, members: episode}`. The lane itself keeps requests of a group apart; this decides which member
+may come to it at all. A member that failed has ended too, and stops nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from gateway.core.errors import Busy
+from gateway.sending import Job
+from gateway.sessions import Sessions
+from gateway.settings import Settings
+from gateway.telemetry import Telemetry
+from gateway.work import Asked
+
+
+class Episodes:
+    """Lets members start in their order."""
+
+    def __init__(self, settings: Settings, sessions: Sessions, telemetry: Telemetry) -> None:
+        self._sessions = sessions
+        self._telemetry = telemetry
+        self._seconds = settings.timeouts.group
+        self._strict = settings.profile == "strict"
+
+    async def turn(self, asked: Asked, job: Job) -> None:
+        """Wait until a request's member may start, `timeouts.group` at most.
+
+        Then it goes on and says `group-order`; in strict it raises `Busy`, which names the member that it waited for.
+        """
+        session, lanes = asked.session, job.pool.lanes
+        if session is None or not lanes.episodes or asked.handling.kind not in ("sample", "score"):
+            return
+        if session.group is None or session.group.ahead(session) is None:
+            return
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        try:
+            with lanes.holding():
+                ahead = await self._sessions.turn(session, self._seconds)
+        finally:
+            job.lane_wait += loop.time() - since
+            self._telemetry.lane_wait.observe(loop.time() - since, job.pool.name)
+        if ahead is None:
+            return
+        if self._strict:
+            raise Busy(
+                f"Member {session.known.member} of group {session.group.id} waits for member {ahead.known.member} "
+                f"(session {ahead.known.session}) to end. End it (DELETE /sessions/…), or ask again later.",
+                code="group_waiting",
+                retry_after=1,
+            )
+        job.flags.append("group-order")

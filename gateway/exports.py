@@ -1,0 +1,66 @@
+"""Requests of a run or a session, as JSON lines over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+from fastapi import Response
+from fastapi.responses import StreamingResponse
+
+from gateway.core.errors import CallerFault
+from gateway.ledger.requests import Key, Requests
+from gateway.ledger.writer import Mark
+
+MEDIA = "application/x-ndjson"
+
+
+async def page(folder: Path, live: bool, after: str | None, limit: int | None) -> Response:
+    """The next requests of a run: in canonical order, or, while it is `live`, in that of submission up to the frontier.
+
+    `X-Detgate-Next` is what `after` must be to go on from there. Raises `CallerFault` for an `after` that was never
+    given.
+    """
+    found = await asyncio.to_thread(Requests, folder)
+    keys: Sequence[Key] = found.submitted() if live else found.canonical()
+    if after is not None:
+        try:
+            keys = found.after(keys, _key(after), live=live)
+        except (KeyError, ValueError):
+            raise CallerFault(
+                "after must be the X-Detgate-Next of an earlier answer of this run.",
+                code="invalid_cursor",
+                param="after",
+            ) from None
+    keys = keys[:limit]
+    headers = {"x-detgate-order": "submission" if live else "canonical"}
+    last = _cursor(keys[-1]) if keys else after
+    if last is not None:
+        headers["x-detgate-next"] = last
+    return StreamingResponse(found.lines(keys), media_type=MEDIA, headers=headers)
+
+
+async def of_session(folder: Path, session: str, since: Mark | None) -> Requests:
+    """The requests of one session."""
+    return await asyncio.to_thread(Requests, folder, session, since)
+
+
+def whole(found: Requests) -> Response:
+    """All that was found, in canonical order."""
+    return StreamingResponse(found.lines(found.canonical()), media_type=MEDIA, headers={"x-detgate-order": "canonical"})
+
+
+def _cursor(key: Key) -> str:
+    return base64.urlsafe_b64encode(orjson.dumps(list(key))).decode().rstrip("=")
+
+
+def _key(cursor: str) -> Key:
+    try:
+        session, name, index = orjson.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+    except (binascii.Error, orjson.JSONDecodeError, TypeError):
+        raise ValueError(cursor) from None
+    return Key(session, name, index)

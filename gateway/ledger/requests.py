@@ -1,0 +1,188 @@
+"""The requests of a run as its ledger tells of them: each once, in an order that does not depend on when it ended.
+
+A request has an *opened* record for each time that its index was claimed, and a *closed* one for each claim that is
+over. They become one object: the last claim, and how it ended; of several ends the delivered one. While the ledger is
+read only where each record stands is kept, so a run may be longer than memory is large.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from gateway.core.ordering import Rank, canonical, submitted
+from gateway.ledger.writer import Mark
+
+BLOCK = 65536
+"""Bytes that are handed over at once."""
+
+
+class Key(NamedTuple):
+    """What tells the requests of one run apart."""
+
+    session: str
+    identity: str
+    index: int  # type: ignore[assignment]  # tuple has a method of this name
+
+
+class Span(NamedTuple):
+    """Where a record stands: which segment, where in it, how long."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request."""
+
+    ordinal: int
+    opened: Span
+    closed: Span | None = None
+    delivered: bool = False
+    claims: int = 1
+    open: int = 1
+    """Claims that are not over."""
+
+
+class Requests:
+    """The requests of one run, or of one session of it. Made by reading its records once, which may take a while.
+
+    `since`: the records before it do not matter.
+    """
+
+    def __init__(self, folder: Path, session: str | None = None, since: Mark | None = None) -> None:
+        self._files = [file for file in sorted(folder.glob("*.jsonl")) if since is None or file.name >= since.segment]
+        self._entries: dict[Key, Entry] = {}
+        self._seen: dict[str, int] = {}
+        """Session → how many were seen before it."""
+        self._order: dict[str, int | None] = {}
+        """Session → the place that it was given in the order of submission."""
+        self._names: dict[str, str] = {}
+        wanted = None if session is None else b'"session":' + orjson.dumps(session) + b","
+        for number, file in enumerate(self._files):
+            offset = since.offset if since is not None and file.name == since.segment else 0
+            self._read(file, number, offset, wanted)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def open(self) -> int:
+        """Claims that are not over."""
+        return sum(entry.open for entry in self._entries.values())
+
+    def canonical(self) -> list[Key]:
+        """All of them, in canonical order."""
+        return sorted(self._entries, key=self._canonical)
+
+    def submitted(self) -> list[Key]:
+        """Those of all sessions that were submitted before the first that has an open request, in that order."""
+        frontier = min(
+            (self._submitted(key.session) for key, entry in self._entries.items() if entry.open), default=None
+        )
+        found = [key for key in self._entries if frontier is None or self._submitted(key.session) < frontier]
+        return sorted(found, key=self._by_submission)
+
+    def after(self, keys: Sequence[Key], last: Key, *, live: bool) -> Sequence[Key]:
+        """What follows `last` in `keys`, whose order is that of `submitted` if `live`, else `canonical`.
+
+        Raises `KeyError` where the run has no such request.
+        """
+        self._entries[last]
+        rank = self._by_submission if live else self._canonical
+        return keys[bisect_right(keys, rank(last), key=rank) :]
+
+    def lines(self, keys: Iterable[Key]) -> Iterator[bytes]:
+        """The merged objects as JSON lines, many at once."""
+        with ExitStack() as stack:
+            segments = [stack.enter_context(file.open("rb")).fileno() for file in self._files]
+            held = bytearray()
+            for key in keys:
+                held += orjson.dumps(self._merged(segments, self._entries[key]), option=orjson.OPT_APPEND_NEWLINE)
+                if len(held) >= BLOCK:
+                    yield bytes(held)
+                    held.clear()
+            yield bytes(held)
+
+    def _canonical(self, key: Key) -> Rank:
+        return canonical(key.identity, self._entries[key].ordinal, key.session, key.index)
+
+    def _submitted(self, session: str) -> Rank:
+        return submitted(self._order.get(session), self._seen[session])
+
+    def _by_submission(self, key: Key) -> Rank:
+        return (*self._submitted(key.session), *self._canonical(key))
+
+    def _read(self, file: Path, number: int, offset: int, wanted: bytes | None) -> None:
+        with file.open("rb") as segment:
+            segment.seek(offset)
+            for line in segment:
+                if line.endswith(b"\n") and (wanted is None or wanted in line):
+                    self._note(line, Span(number, offset, len(line)))
+                offset += len(line)
+
+    def _note(self, line: bytes, span: Span) -> None:
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            return
+        match record:
+            case {"event": "session", "session": str(session), "submission": order}:
+                self._order[session] = order
+                self._see(session)
+            case {"event": "opened", "session": str(session), "identity": str(identity), "index": int(index)}:
+                self._see(session)
+                self._opened(self._key(session, identity, index), record, span)
+            case {"event": "closed", "session": str(session), "identity": str(identity), "index": int(index)}:
+                self._closed(self._key(session, identity, index), record, span)
+
+    def _key(self, session: str, identity: str, index: int) -> Key:
+        return Key(self._names.setdefault(session, session), self._names.setdefault(identity, identity), index)
+
+    def _see(self, session: str) -> None:
+        self._seen.setdefault(session, len(self._seen))
+
+    def _opened(self, key: Key, record: dict[str, Any], span: Span) -> None:
+        entry = self._entries.get(key)
+        if entry is None:
+            self._entries[key] = Entry(record.get("ordinal", 0), span)
+            return
+        entry.opened = span
+        entry.claims += 1
+        entry.open += 1
+
+    def _closed(self, key: Key, record: dict[str, Any], span: Span) -> None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        entry.open -= 1
+        delivered = record.get("outcome") == "delivered"
+        if delivered or not entry.delivered:
+            entry.closed, entry.delivered = span, delivered
+
+    def _merged(self, segments: list[int], entry: Entry) -> dict[str, Any]:
+        opened = _at(segments, entry.opened)
+        over = entry.closed is not None and (entry.delivered or not entry.open)
+        closed = _at(segments, entry.closed) if entry.closed is not None and over else _UNKNOWN
+        flags = list(dict.fromkeys(opened.get("flags", []) + closed.get("flags", [])))
+        merged = {**opened, **closed, "flags": flags, "claims": entry.claims}
+        del merged["event"]
+        return merged
+
+
+_UNKNOWN: dict[str, Any] = {"outcome": None}
+"""The end of a request that is not over."""
+
+
+def _at(segments: list[int], span: Span) -> dict[str, Any]:
+    record: dict[str, Any] = orjson.loads(os.pread(segments[span.segment], span.length, span.offset))
+    return record

@@ -1,0 +1,448 @@
+"""Sessions that were created before they were used, and their groups: those of all runs of this process.
+
+A session needs no creation: an id in a path or a header is enough. One that was created has more: a key that opens it
+and nothing else, an identity and a master seed of its own, an index order, a place in a group. What is created and what
+ends is in the run's ledger before it takes effect, so a restarted gateway knows it; of keys the ledger has digests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Literal, NamedTuple
+
+import structlog
+
+from gateway.core.errors import Busy, CallerFault, Gone, NotFound, Unauthorized
+from gateway.core.identity import Known, Named, text
+from gateway.core.ids import random_like
+from gateway.keys import Keys, digest
+from gateway.ledger.writer import Ledger, Mark
+from gateway.settings import Settings
+from gateway.stores import Store
+
+log = structlog.get_logger("detgate.sessions")
+
+PREFIX = b"dgs-"
+"""What every session's key begins with: one that nobody holds is then refused, and not taken for no key at all."""
+
+SWEEPS = 4
+"""How often the idle are looked for within the time that a session may be idle."""
+
+LONGEST_SWEEP = 30.0
+"""Seconds between two looks at most."""
+
+State = Literal["open", "ended", "failed"]
+
+
+class Wanted(NamedTuple):
+    """What a session, or a group of sessions, shall be."""
+
+    identity: str
+    group_size: int | None = None
+    """How many sessions; None: one, in no group."""
+    index_order: str | None = None
+    seed: int | None = None
+    order: int | None = None
+    """Its place in the order of submission."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One session: what it was created with, and how it stands."""
+
+    known: Known
+    key: bytes | None
+    """Digest of its key; None: it was used without having been created."""
+    order: int | None = None
+    group: Group | None = None
+    since: Mark | None = None
+    """Where in the ledger its records begin; None: anywhere."""
+    state: State = "open"
+    why: str | None = None
+    """Why it failed."""
+    open: int = 0
+    """Its requests that have an index and have not ended."""
+    trouble: str | None = None
+    """Why its last request was not delivered; None: it was."""
+    overtook: bool = False
+    """It waited in vain for the members before it, and goes on without them."""
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.known.run, self.known.session
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Sessions that were created together: the samples of one task."""
+
+    run: str
+    id: str
+    identity: str
+    size: int
+    members: list[Session] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def failed(self) -> Session | None:
+        """The first member that failed."""
+        return next((member for member in self.members if member.state == "failed"), None)
+
+    def ahead(self, session: Session) -> Session | None:
+        """The first member before this one that has not ended."""
+        return next((m for m in self.members[: session.known.member or 0] if m.state == "open"), None)
+
+    def tell(self) -> None:
+        """Wake whoever waits for a member to end."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class Visitor(NamedTuple):
+    """Who comes with a key."""
+
+    holder: Session | None = None
+    """The session that the key opens."""
+    trusted: bool = False
+    """The key is one of `auth.api_keys`, which open every session."""
+
+
+class Sessions:
+    """Owns every session that was created, until it has ended and `limits.sessions` others ended after it."""
+
+    def __init__(self, settings: Settings, store: Store) -> None:
+        self._keys = Keys(settings.auth)
+        self._store = store
+        self._limit = settings.limits.sessions
+        self._idle_seconds = settings.sessions.idle_seconds
+        self._strict = settings.profile == "strict" and not settings.sessions.allow_random
+        self._ledgers: dict[str, Ledger] = {}
+        self._sessions: dict[tuple[str, str], Session] = {}
+        self._by_key: dict[bytes, Session] = {}
+        self._groups: dict[tuple[str, str], Group] = {}
+        self._ordinals: dict[tuple[str, str], int] = {}
+        """Run and identity → the ordinal that its next session has at least."""
+        self._idle: dict[Session, float] = {}
+        """Live sessions without an open request, and since when; the longest idle first."""
+        self._ended: dict[Session, None] = {}
+
+    @property
+    def live(self) -> int:
+        """Sessions that have not ended."""
+        return len(self._sessions) - len(self._ended)
+
+    # --- who asks
+    def visitor(self, key: bytes) -> Visitor:
+        """Who comes with this key. Raises `Unauthorized` where one is needed and this is none."""
+        holder = self._by_key.get(digest(key)) if key.startswith(PREFIX) else None
+        if holder is not None:
+            return Visitor(holder)
+        if self._keys.holds(key):
+            return Visitor(trusted=True)
+        if key.startswith(PREFIX):
+            raise Unauthorized("This key opens no session here: it is wrong, of another gateway, or ended long ago.")
+        self._keys.check(key)
+        return Visitor()
+
+    def find(self, visitor: Visitor, names: Named, own: str) -> Session | None:
+        """The created session that a request is of; None: it is of none. `own`: the run where none is named.
+
+        Raises `NotFound` for a session that the visitor's key does not open, `Unauthorized` without the key of one
+        that has one, `Gone` for one that has ended.
+        """
+        found = self._opened(visitor.holder, names) or (
+            self._sessions.get((names.run or own, names.session)) if names.session is not None else None
+        )
+        if found is None:
+            return None
+        if found.key is not None and found is not visitor.holder and not visitor.trusted:
+            raise Unauthorized(f"Session {found.known.session} was created with a key of its own: send that.")
+        if found.state != "open":
+            raise Gone(f"Session {found.known.session} has ended. Create another.", code="session_ended")
+        if not found.open:
+            self._touch(found)
+        return found
+
+    def _opened(self, holder: Session | None, names: Named) -> Session | None:
+        """The session that a key opens, if that is the one that is named."""
+        if holder is None:
+            return None
+        run, session = holder.place
+        if names.session not in (None, session) or names.run not in (None, run):
+            raise NotFound("This key opens no such session.", code="session_not_found")
+        return holder
+
+    def read(self, visitor: Visitor, names: Named, own: str) -> Session | None:
+        """The session that is to be looked at; None: no such one was created. Raises `NotFound` as `find`."""
+        if visitor.holder is not None:
+            return self._opened(visitor.holder, names)
+        return self._sessions.get((names.run or own, names.session or ""))
+
+    def group(self, run: str, name: str) -> Group | None:
+        """A group by its id."""
+        return self._groups.get((run, name))
+
+    # --- life
+    def create(self, run: str, wanted: Wanted) -> tuple[list[Session], list[str]]:
+        """Create a session, or a group of sessions, and the key of each.
+
+        Raises `CallerFault` for what cannot be an identity, `Busy` where too many are live or the ledger cannot be
+        written; nothing is created then.
+        """
+        if self._strict and random_like(wanted.identity):
+            raise CallerFault(
+                "This identity holds a random id, so no other run could repeat it. Name the session by what it is "
+                "for, or set sessions.allow_random.",
+                code="random_session",
+                param="identity",
+            )
+        self.sweep()
+        if self.live + (wanted.group_size or 1) > self._limit:
+            raise Busy(
+                f"{self.live} sessions are open already. End some, or raise limits.sessions.", code="too_many_sessions"
+            )
+        sessions, keys = self._made(run, wanted), []
+        for session in sessions:
+            keys.append((PREFIX + secrets.token_urlsafe(32).encode()).decode())
+            session.key = digest(keys[-1].encode())
+        ledger = self._ledgers[run]
+        since = ledger.mark
+        ledger.opened(*map(_created, sessions))
+        for session in sessions:
+            session.since = since
+            self._take(session)
+        return sessions, keys
+
+    def _made(self, run: str, wanted: Wanted) -> list[Session]:
+        size = wanted.group_size
+        identities = [wanted.identity] if size is None else [f"{wanted.identity}:{m}" for m in range(size)]
+        first = max(self._ordinals.get((run, identity), 0) for identity in identities)
+        ordinal = next(
+            k
+            for k in count(first)
+            if (size is None or (run, _numbered(wanted.identity, k)) not in self._groups)
+            and not any(self._taken(run, _numbered(identity, k)) for identity in identities)
+        )
+        group = Group(run, _numbered(wanted.identity, ordinal), wanted.identity, size) if size is not None else None
+        for identity in identities:
+            _check(_numbered(identity, ordinal))
+        return [
+            Session(
+                Known(
+                    run,
+                    _numbered(identity, ordinal),
+                    identity,
+                    ordinal,
+                    wanted.index_order,
+                    wanted.seed,
+                    None if group is None else group.id,
+                    None if group is None else member,
+                ),
+                None,
+                wanted.order,
+                group,
+            )
+            for member, identity in enumerate(identities)
+        ]
+
+    def _taken(self, run: str, session: str) -> bool:
+        return (run, session) in self._sessions or self._store.knows(run, session)
+
+    def _take(self, session: Session) -> None:
+        """Know a session from now on. One of the same id that was never finished gives way."""
+        known, group = session.known, session.group
+        self._sessions[session.place] = session
+        if session.key is not None:
+            self._by_key[session.key] = session
+        ordinal = self._ordinals.get((known.run, known.identity), 0)
+        self._ordinals[known.run, known.identity] = max(ordinal, known.ordinal + 1)
+        if group is not None:
+            group.members.append(session)
+            self._groups[group.run, group.id] = group
+        self._touch(session)
+
+    def end(self, session: Session, failed: str | None = None) -> None:
+        """End a session: it takes no more requests. `failed`: why its work is worth nothing, if so.
+
+        One whose last request was not delivered has failed too. Harmless when repeated. Raises `LedgerFault`.
+        """
+        if session.state != "open":
+            return
+        why = failed
+        if why is None and session.trouble is not None:
+            why = f"its last request was not delivered: {session.trouble}"
+        self._ledgers[session.known.run].opened(_ended(session, why))
+        self._close(session, why)
+
+    def end_unknown(self, run: str, name: str, failed: str | None = None) -> Session:
+        """End a session that was used without having been created: it takes no more requests either."""
+        session = Session(Known(run, name, name), None)
+        self._ledgers[run].opened(_ended(session, failed))
+        self._sessions[session.place] = session
+        self._close(session, failed)
+        return session
+
+    def _close(self, session: Session, why: str | None) -> None:
+        session.state, session.why = "ended" if why is None else "failed", why
+        self._idle.pop(session, None)
+        self._ended[session] = None
+        if session.group is not None:
+            session.group.tell()
+        if len(self._ended) > self._limit:
+            self._forget(next(iter(self._ended)))
+
+    def _forget(self, session: Session) -> None:
+        del self._ended[session]
+        del self._sessions[session.place]
+        if session.key is not None:
+            del self._by_key[session.key]
+        group = session.group
+        if group is not None and not any(member.place in self._sessions for member in group.members):
+            del self._groups[group.run, group.id]
+
+    def enter(self, session: Session) -> None:
+        """A request of a session has its index."""
+        session.open += 1
+        self._idle.pop(session, None)
+
+    def leave(self, session: Session, trouble: str | None) -> None:
+        """A request of a session has ended. `trouble`: why it was not delivered; None: it was."""
+        session.open -= 1
+        session.trouble = trouble
+        if not session.open and session.state == "open":
+            self._touch(session)
+
+    def _touch(self, session: Session) -> None:
+        self._idle.pop(session, None)
+        self._idle[session] = asyncio.get_running_loop().time()
+
+    async def turn(self, session: Session, seconds: float) -> Session | None:
+        """Wait until every member before this one has ended; the first that has not, when time is up.
+
+        Who waited in vain once does not wait again.
+        """
+        group = session.group
+        if group is None:
+            return None
+        if not session.overtook:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    while group.ahead(session) is not None:
+                        await group.changed.wait()
+        ahead = group.ahead(session)
+        session.overtook = ahead is not None
+        return ahead
+
+    # --- time
+    async def run(self) -> None:
+        """End what is idle for too long, as long as this runs."""
+        while True:
+            await asyncio.sleep(min(LONGEST_SWEEP, self._idle_seconds / SWEEPS))
+            self.sweep()
+
+    def sweep(self) -> None:
+        """End every session that was idle for too long: nobody said that it was done, so it has failed."""
+        due = asyncio.get_running_loop().time() - self._idle_seconds
+        while self._idle:
+            session, since = next(iter(self._idle.items()))
+            if since > due:
+                return
+            why = f"idle for {self._idle_seconds:g} s"
+            self._ledgers[session.known.run].closed(_ended(session, why))
+            self._close(session, why)
+            log.info("session ended", run=session.known.run, session=session.known.session, why=why)
+
+    # --- after a restart
+    def restoring(self, run: str, records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Pass the records of a run on, and know its sessions when the last has passed."""
+        created: dict[str, Session] = {}
+        ended: dict[str, dict[str, Any]] = {}
+        for record in records:
+            if record.get("event") == "session":
+                session = _restored(run, record)
+                created.pop(session.known.session, None)
+                created[session.known.session] = session
+            elif record.get("event") == "session_ended":
+                ended[record["session"]] = record
+            yield record
+        for session in _whole(created.values()):
+            self._take(session)
+        for name, record in ended.items():
+            session = self._sessions.get((run, name)) or Session(Known(run, name, name), None)
+            self._sessions[session.place] = session
+            self._close(session, record["why"])
+
+    def serve(self, run: str, ledger: Ledger) -> None:
+        """Sessions of this run are recorded in this ledger from now on."""
+        self._ledgers[run] = ledger
+
+
+def _numbered(name: str, ordinal: int) -> str:
+    """The id of the session, or group, that comes after `ordinal` others of its name."""
+    return f"{name}-{ordinal}" if ordinal else name
+
+
+def _check(name: str) -> None:
+    try:
+        text(name.encode(), "The id of a session")
+    except CallerFault as fault:
+        raise CallerFault(fault.message, code="invalid_identity", param="identity") from None
+
+
+def _created(session: Session) -> dict[str, Any]:
+    known, group = session.known, session.group
+    assert session.key is not None
+    return {
+        "event": "session",
+        "run": known.run,
+        "session": known.session,
+        "identity": known.identity,
+        "ordinal": known.ordinal,
+        "index_order": known.order,
+        "seed": known.seed,
+        "submission": session.order,
+        "group": known.group,
+        "group_identity": None if group is None else group.identity,
+        "group_size": None if group is None else group.size,
+        "member": known.member,
+        "key_digest": session.key.hex(),
+    }
+
+
+def _ended(session: Session, why: str | None) -> dict[str, Any]:
+    run, name = session.place
+    return {"event": "session_ended", "run": run, "session": name, "state": "failed" if why else "ended", "why": why}
+
+
+def _restored(run: str, record: dict[str, Any]) -> Session:
+    """The session that a record tells of; its group is put together later."""
+    name, identity = record["session"], record["identity"]
+    known = Known(
+        run, name, identity, record["ordinal"], record["index_order"], record["seed"], record["group"], record["member"]
+    )
+    group = None
+    if record["group"] is not None:
+        group = Group(run, record["group"], record["group_identity"], record["group_size"])
+    return Session(known, bytes.fromhex(record["key_digest"]), record["submission"], group)
+
+
+def _whole(sessions: Iterable[Session]) -> Iterator[Session]:
+    """Sessions, those of a group put together by their numbers. A group that was not written whole is left out."""
+    groups: dict[str, list[Session]] = {}
+    for session in sessions:
+        if session.group is None:
+            yield session
+        else:
+            groups.setdefault(session.group.id, []).append(session)
+    for members in groups.values():
+        members.sort(key=lambda session: session.known.member or 0)
+        first = members[0].group
+        if first is not None and len(members) == first.size:
+            for session in members:
+                session.group = first
+                yield session

@@ -1,0 +1,262 @@
+"""Sessions and groups over HTTP: created, looked at, ended.
+
+Who holds the key of a session may look at it and end it, and so may who holds the admin key. Who may use the data plane
+may create one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NamedTuple
+from urllib.parse import quote, unquote_to_bytes
+
+from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from gateway import exports
+from gateway.core import identity
+from gateway.core.errors import CallerFault, NotFound, TooLarge
+from gateway.core.identity import Known, Location, Named
+from gateway.keys import AdminKey, given
+from gateway.runs import Run, Runs
+from gateway.sessions import PREFIX, Group, Session, Sessions, Visitor, Wanted
+from gateway.settings import Settings
+from gateway.stores import ScopeKey, Store
+
+
+def _readable(text: str) -> str:
+    try:
+        return identity.text(text.encode(), "an identity")
+    except CallerFault as fault:
+        raise ValueError(fault.message) from None
+
+
+class Creation(BaseModel):
+    """What a session, or a group of them, shall be."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    identity: Annotated[str, AfterValidator(_readable)] = Field(
+        description="The logical name, which seeds follow from: 1 to 256 bytes of UTF-8 without control characters."
+    )
+    group_size: int | None = Field(None, ge=1, description="Create so many sessions, the members of one group.")
+    index_order: Literal["arrival", "content"] | None = Field(None, description="Default: the setting.")
+    run: str | None = Field(None, description="Default: the header X-Detgate-Run, else the gateway's own run.")
+    seed: int | None = Field(None, ge=0, lt=2**63, description="A master seed of its own.")
+    order: int | None = Field(None, ge=-(2**63), lt=2**63, description="Its place in the order of submission.")
+
+
+LARGEST = 65536
+"""Bytes of the longest body."""
+
+_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": Creation.model_json_schema()}}}}
+
+
+class _Asked(NamedTuple):
+    """A request for a session that there may be."""
+
+    run: Run
+    name: str
+    session: Session | None
+
+
+def build(settings: Settings, runs: Runs, sessions: Sessions, store: Store) -> APIRouter:
+    """The routes. Those that name a session or group may have `/runs/{run}` before them."""
+    router = APIRouter()
+    desk = _Desk(settings, runs, sessions, store)
+
+    router.post("/sessions", status_code=201, summary="Create a session, or a group of sessions", openapi_extra=_BODY)(
+        desk.create
+    )
+    for prefix in ("", "/runs/{run}"):
+        shown = not prefix
+        one, group = f"{prefix}/sessions/{{session_id}}", f"{prefix}/groups/{{group_id}}"
+        router.get(one, include_in_schema=shown, summary="A session's state")(desk.state)
+        router.delete(one, include_in_schema=shown, summary="End a session")(desk.end)
+        router.get(f"{one}/requests", include_in_schema=shown, summary="A session's requests, a JSON object a line")(
+            desk.requests
+        )
+        router.get(group, include_in_schema=shown, summary="The members of a group and their states")(desk.group)
+        router.delete(group, include_in_schema=shown, summary="End every member of a group")(desk.end_group)
+    return router
+
+
+class _Desk:
+    """Answers what is asked of sessions and groups."""
+
+    def __init__(self, settings: Settings, runs: Runs, sessions: Sessions, store: Store) -> None:
+        self._default_order = settings.index_order
+        self._runs = runs
+        self._sessions = sessions
+        self._store = store
+        self._admin = AdminKey(settings)
+
+    async def create(self, request: Request) -> dict[str, Any]:
+        """Create what is wanted, in the run that it names."""
+        key = given(dict(request.headers.raw))
+        if not self._admin.holds(key):
+            self._sessions.visitor(key)
+        wanted = await _wanted(request)
+        run = self._run(_named(request).run if wanted.run is None else identity.run_name(wanted.run.encode(), "run"))
+        made, keys = self._sessions.create(
+            run.name, Wanted(wanted.identity, wanted.group_size, wanted.index_order, wanted.seed, wanted.order)
+        )
+        told = [
+            {
+                "session_id": session.known.session,
+                "identity": session.known.identity,
+                "api_key": secret,
+                "base_url": self._base_url(request, session.known),
+            }
+            for session, secret in zip(made, keys, strict=True)
+        ]
+        group = made[0].group
+        if group is None:
+            return told[0]
+        members = [{**each, "member": session.known.member} for each, session in zip(told, made, strict=True)]
+        return {"group_id": group.id, "sessions": members}
+
+    async def state(self, request: Request) -> dict[str, Any]:
+        """How a session stands."""
+        asked = self._session(request)
+        if asked.session is None:
+            return await self._uncreated(asked)
+        return self._shown(asked.session)
+
+    async def requests(self, request: Request) -> Response:
+        """What a session asked for, and what came of it."""
+        asked = self._session(request)
+        folder, _ = self._runs.reading(asked.run.name)
+        since = None if asked.session is None else asked.session.since
+        return exports.whole(await exports.of_session(folder, asked.name, since))
+
+    async def end(self, request: Request, failed: str | None = None) -> dict[str, Any]:
+        """Let a session take no more requests; `failed` says why its work is worth nothing."""
+        asked = self._session(request)
+        if asked.session is None:
+            return self._shown(self._sessions.end_unknown(asked.run.name, asked.name, failed or None))
+        self._sessions.end(asked.session, failed or None)
+        return self._shown(asked.session)
+
+    async def group(self, request: Request) -> dict[str, Any]:
+        """How a group and its members stand."""
+        return self._together(self._group(request))
+
+    async def end_group(self, request: Request, failed: str | None = None) -> dict[str, Any]:
+        """End all members of a group that have not ended."""
+        group = self._group(request)
+        for session in group.members:
+            self._sessions.end(session, failed or None)
+        return self._together(group)
+
+    # --- who asks for what
+    def _session(self, request: Request) -> _Asked:
+        """The session that is asked for, if the key opens it.
+
+        Raises `NotFound`, `Unauthorized`, `Forbidden`. Whether there is a session is told to those alone who may know.
+        """
+        visitor, names = self._visitor(request)
+        if visitor.holder is None:
+            self._admin.check(given(dict(request.headers.raw)))
+        session = self._sessions.read(visitor, names, self._runs.own.name)
+        name = names.session or ""
+        run = self._run(session.known.run if session is not None else names.run, known=True)
+        if session is None:
+            session = self._sessions.read(visitor, names, run.name)
+        if session is None and not self._store.knows(run.name, name):
+            raise NotFound(f"Run {run.name} has no session {name}.", code="session_not_found")
+        return _Asked(run, name, session)
+
+    def _group(self, request: Request) -> Group:
+        visitor, names = self._visitor(request)
+        if visitor.holder is not None:
+            raise NotFound("This key opens a session, and no group.", code="group_not_found")
+        self._admin.check(given(dict(request.headers.raw)))
+        run = self._run(names.run, known=True)
+        name = identity.text(unquote_to_bytes(request.path_params["group_id"]), "group id")
+        group = self._sessions.group(run.name, name)
+        if group is None:
+            raise NotFound(f"Run {run.name} has no group {name}.", code="group_not_found")
+        return group
+
+    def _visitor(self, request: Request) -> tuple[Visitor, Named]:
+        names = _named(request)
+        key = given(dict(request.headers.raw))
+        if names.run is not None and key.startswith(PREFIX):
+            self._runs.revive(names.run)
+        return Visitor() if self._admin.holds(key) else self._sessions.visitor(key), names
+
+    def _run(self, name: str | None, *, known: bool = False) -> Run:
+        """The run of this name, or the gateway's own. `known`: one that is there already."""
+        if name is None:
+            name = self._runs.own.name
+        elif known:
+            self._runs.reading(name)
+        return self._runs.find(name)
+
+    def _base_url(self, request: Request, known: Known) -> str:
+        run = "" if known.run == self._runs.own.name else f"/runs/{known.run}"
+        return f"{request.url.scheme}://{request.url.netloc}{run}/sessions/{quote(known.session, safe=':@')}/v1"
+
+    # --- what is told
+    def _shown(self, session: Session) -> dict[str, Any]:
+        known = session.known
+        return {
+            "session_id": known.session,
+            "identity": known.identity,
+            "run": known.run,
+            "group_id": known.group,
+            "member": known.member,
+            "state": session.state,
+            "why": session.why,
+            "open_requests": session.open,
+            "next_index": self._next(known.run, known.session, known.identity, known.order),
+            "index_order": known.order or self._default_order,
+            "seed": known.seed,
+            "order": session.order,
+        }
+
+    async def _uncreated(self, asked: _Asked) -> dict[str, Any]:
+        """A session that nobody created: what the ledger tells of it."""
+        folder, _ = self._runs.reading(asked.run.name)
+        found = await exports.of_session(folder, asked.name, None)
+        return self._shown(Session(Known(asked.run.name, asked.name, asked.name), None, open=found.open))
+
+    def _next(self, run: str, session: str, name: str, order: str | None) -> int | None:
+        """The next number of a session that counts as requests arrive; None where there is no such number."""
+        if (order or self._default_order) == "content":
+            return None
+        return self._store.next_index(ScopeKey(run, session, name))
+
+    def _together(self, group: Group) -> dict[str, Any]:
+        failed = group.failed
+        return {
+            "group_id": group.id,
+            "identity": group.identity,
+            "run": group.run,
+            "size": group.size,
+            "rejected": failed is not None,
+            "why": None if failed is None else f"member {failed.known.member} failed: {failed.why}",
+            "sessions": [self._shown(session) for session in group.members],
+        }
+
+
+async def _wanted(request: Request) -> Creation:
+    """The body, whatever its content type. Raises `TooLarge`, and `RequestValidationError` for what is wrong in it."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > LARGEST:
+            raise TooLarge(f"The body is larger than {LARGEST} bytes.")
+    try:
+        return Creation.model_validate_json(body)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)
+        raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in found]) from None
+
+
+def _named(request: Request) -> Named:
+    """Run and session as the data plane would read them: from the path, the run from X-Detgate-Run too."""
+    params = request.path_params
+    location = Location(request.url.path, params.get("run"), params.get("session_id"))
+    return identity.named(location, dict(request.headers.raw))
