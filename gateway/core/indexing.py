@@ -179,31 +179,27 @@ class Scope:
         return not live.used
 
     def restore(self, ask: Ask, index: int, *, raced: bool) -> None:
-        """Take in a claim that was made before: it is live again until it is settled. In the order of the claims."""
+        """Take in a claim that was made before, in the order of the claims: it is live until it is settled."""
+        first = ask.number is None and index >= self.next
         self.kind = ask.kind
-        if ask.kind != "client":
-            self.next = max(self.next, index + 1)
+        if first:
+            self.next = index + 1
         if raced:
             self.raced.add(index)
-        known = self.bound.get(index)
-        if ask.key is not None:
-            self._bind(ask.key, index, ask.content)
-        elif ask.number is not None and known is None:
-            self.bound[index] = Bound(ask.content)
-        elif ask.number is not None and known is not None:
-            known.content = ask.content
+            if first:
+                self.raced.update(rival for rival, live in self.live.items() if live.raw != ask.raw)
         bound = self.bound.get(index)
-        free = self.released.get(ask.raw)
-        again = free is not None and index in free
-        if again and free is not None:
-            free.remove(index)
-            if not free:
-                del self.released[ask.raw]
-        before = bound.used if bound is not None else not again and index in self.live
-        live = self._hold(index, ask.raw, used=before)
-        if bound is None:
+        if ask.number is not None or ask.key is not None:
+            bound = bound or self.bound.setdefault(index, Bound(ask.content))
+            bound.content = ask.content
+            if ask.key is not None:
+                self._bind(ask.key, index, ask.content)
+            self._hold(index, ask.raw, used=bound.used)
+        else:
+            free = self._free(ask.raw, index)
+            self._hold(index, ask.raw, used=not (first or free))
             self._note(ask, index)
-            self.asked[ask.raw].live += live.claims == 1
+            self.asked[ask.raw].live += self.live[index].claims == 1
 
     def _check_kind(self, ask: Ask) -> None:
         if self.kind is not None and "client" in (self.kind, ask.kind) and self.kind != ask.kind:
@@ -257,8 +253,8 @@ class Scope:
     def _by_bytes(self, ask: Ask, raced: bool, final: bool) -> Claim | Wait:
         asked = self.asked.get(ask.raw)
         claim: Claim | Wait
-        if self.released.get(ask.raw):
-            claim = self._take(ask.raw)
+        if free := self.released.get(ask.raw):
+            claim = self._take(ask.raw, free[0])
         elif not ask.repeat:
             claim = self._draw(ask, raced, final)
         elif not final and asked is not None and asked.live:
@@ -275,13 +271,20 @@ class Scope:
             self._note(ask, MANY)
         return claim
 
-    def _take(self, raw: bytes) -> Claim:
-        free = self.released[raw]
-        index = free.pop(0)
-        if not free:
-            del self.released[raw]
+    def _take(self, raw: bytes, index: int) -> Claim:
+        self._free(raw, index)
         self._hold(index, raw, used=False)
         return self._claimed(index)
+
+    def _free(self, raw: bytes, index: int) -> bool:
+        """Take an index out of those released to these bytes, if it is one."""
+        free = self.released.get(raw, [])
+        if index not in free:
+            return False
+        free.remove(index)
+        if not free:
+            del self.released[raw]
+        return True
 
     def _note(self, ask: Ask, index: int) -> None:
         """Keep whether all that asked for these bytes may be one request. Who waits for a rival asked too."""

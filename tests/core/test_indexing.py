@@ -42,14 +42,18 @@ class Desk:
     waiting: list[Attempt] = field(default_factory=list)
     claimed: list[Attempt] = field(default_factory=list)
     """Every attempt that got an index, in that order."""
+    written: list[tuple[Attempt, bool | None]] = field(default_factory=list)
+    """The ledger: claims, and ends with whether the index was used."""
 
     def send(self, attempt: Attempt) -> None:
-        key = attempt.key
-        session = self.sessions.setdefault(key.session, Session())
-        self.scopes.setdefault(key, Scope(key.identity, session))
+        self.scope(attempt.key)
         self._ask(attempt)
         if attempt.outcome is None:
             self.waiting.append(attempt)
+
+    def scope(self, key: ScopeKey) -> Scope:
+        session = self.sessions.setdefault(key.session, Session())
+        return self.scopes.setdefault(key, Scope(key.identity, session))
 
     def end(self, attempt: Attempt) -> bool:
         attempt.ended = True
@@ -59,6 +63,7 @@ class Desk:
 
     def settle(self, attempt: Attempt, *, used: bool) -> bool:
         attempt.settled = True
+        self.written.append((attempt, used))
         released = self.scopes[attempt.key].settle(attempt.index, used=used)
         self._changed()
         return released
@@ -70,6 +75,19 @@ class Desk:
         self.waiting.remove(attempt)
         self._ask(attempt, final=True)
         assert attempt.outcome is not None
+
+    def restored(self) -> Desk:
+        """Another, that knows what was written."""
+        other = Desk(claimed=self.claimed, written=self.written)
+        for attempt, used in self.written:
+            scope = other.scope(attempt.key)
+            if used is None:
+                assert isinstance(attempt.outcome, Claim)
+                scope.restore(attempt.ask, attempt.index, raced="racing" in attempt.outcome.flags)
+            else:
+                scope.complete(attempt.index)
+                scope.settle(attempt.index, used=used)
+        return other
 
     def _changed(self) -> None:
         for attempt in tuple(self.waiting):
@@ -88,6 +106,7 @@ class Desk:
         else:
             attempt.outcome = outcome
             self.claimed.append(attempt)
+            self.written.append((attempt, None))
 
 
 def play(desk: Desk, attempts: dict[str, Attempt], step: Step) -> str:
@@ -121,6 +140,30 @@ def test_timeline(name: str) -> None:
     desk, attempts = Desk(), dict[str, Attempt]()
     for step in steps(TIMELINES[name]):
         assert (step.line, play(desk, attempts, step)) == (step.line, step.outcome)
+
+
+def same(before: Desk, after: Desk) -> None:
+    """What was restored is what there was. It may hold more for raced, and know less of who asked in vain."""
+    for key, scope in after.scopes.items():
+        was = before.scopes[key]
+        assert (scope.next, scope.kind, scope.bound) == (was.next, was.kind, was.bound)
+        assert (scope.released, scope.live, scope.session) == (was.released, {}, was.session)
+        assert scope.raced >= was.raced
+        assert scope.asked == was.asked or any(attempt.ask.exclusive for attempt in before.claimed)
+
+
+@pytest.mark.parametrize("name", TIMELINES)
+def test_a_ledger_read_back_gives_the_same_counters(name: str) -> None:
+    desk, attempts = Desk(), dict[str, Attempt]()
+    for step in steps(TIMELINES[name]):
+        play(desk, attempts, step)
+    desk.waiting.clear()
+    for attempt in desk.claimed:
+        if not attempt.ended:
+            desk.end(attempt)
+        if not attempt.settled:
+            desk.settle(attempt, used=False)
+    same(desk, desk.restored())
 
 
 # --- any timeline
@@ -157,6 +200,8 @@ class Indices(RuleBasedStateMachine):
         self.sent: dict[Logical, list[Attempt]] = {}
         self.counters: dict[ScopeKey, Counter] = {}
         self.seen = 0
+        self.unheard: set[Logical] = set()
+        """Those of which a crash has left no record: none of their attempts had got an index."""
 
     # --- what clients do
     @rule(
@@ -195,7 +240,10 @@ class Indices(RuleBasedStateMachine):
     @rule(data=st.data(), time=st.booleans())
     def a_wait_ends(self, data: st.DataObject, time: bool) -> None:
         attempt = data.draw(st.sampled_from(self.desk.waiting))
-        self.desk.give_up(attempt) if time else self.desk.leave(attempt)
+        if time:
+            self.desk.give_up(attempt)
+        else:
+            self.desk.leave(attempt)
         self.account()
 
     @precondition(lambda self: self.under_way())
@@ -203,9 +251,28 @@ class Indices(RuleBasedStateMachine):
     def an_answer_ends_or_settles(self, data: st.DataObject, used: bool) -> None:
         self.advance(data.draw(st.sampled_from(self.under_way())), used)
 
+    @rule()
+    def a_crash(self) -> None:
+        """The process dies and another reads the ledger back."""
+        before = self.desk
+        before.waiting.clear()
+        while under_way := self.under_way():
+            self.advance(under_way[0], used=False)
+        self.desk = before.restored()
+        same(before, self.desk)
+        for key, counter in self.counters.items():
+            counter.raced = set(self.desk.scopes[key].raced)
+        for logical, sent in self.sent.items():
+            if not any(isinstance(attempt.outcome, Claim) for attempt in sent):
+                self.unheard.add(logical)
+
     def retryable(self) -> list[Logical]:
         """Conflicts are not retried."""
-        return [logical for logical, sent in self.sent.items() if not isinstance(sent[-1].outcome, Conflict)]
+        return [
+            logical
+            for logical, sent in self.sent.items()
+            if not isinstance(sent[-1].outcome, Conflict) and logical not in self.unheard
+        ]
 
     def under_way(self) -> list[Attempt]:
         return [attempt for attempt in self.desk.claimed if not attempt.settled]
