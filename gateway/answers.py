@@ -116,7 +116,7 @@ async def _whole(asking: Asking, sending: Sending) -> None:
     else:
         answer.observed = sse.observe(body, asking.api, asking.handling.kind)
     client.reply(status, asking.head(sending, headers), body)
-    answer.delivered = await client.flushed() and answered(status, answer.observed)
+    answer.delivered = await client.flushed() and answered(status, answer.observed, unwanted=sending.unwanted)
 
 
 async def _stream(asking: Asking, sending: Sending) -> None:
@@ -158,7 +158,7 @@ async def _stream(asking: Asking, sending: Sending) -> None:
         _break(asking, f"Replica {sending.replica.name} ended the stream before the answer was whole.")
         return
     client.end()
-    answer.delivered = await client.flushed() and answered(exchange.status, observed)
+    answer.delivered = await client.flushed() and answered(exchange.status, observed, unwanted=sending.unwanted)
 
 
 async def _merged(dispatcher: Dispatcher, asking: Asking) -> None:
@@ -272,7 +272,8 @@ class _Merger:
                 return
             client.write(last)
             client.end()
-        answer.delivered = await client.flushed() and answered(answer.status, answer.observed)
+        unwanted = any(sending.unwanted for sending in self.sendings)
+        answer.delivered = await client.flushed() and answered(answer.status, answer.observed, unwanted=unwanted)
 
     async def fail(self, error: BaseException) -> None:
         """One call failed: so does the request."""
@@ -307,8 +308,11 @@ def break_stream(client: Client, answer: Answer, fault: Fault, api: Api) -> None
     client.break_off()
 
 
-def answered(status: int, observed: sse.Observed | None) -> bool:
-    """Whether an answer that reached the client answers the request, so that its index is used."""
+def answered(status: int, observed: sse.Observed | None, *, unwanted: bool = False) -> bool:
+    """Whether an answer that reached the client answers the request, so that its index is used.
+
+    `unwanted`: its client asked to abort it, so that an aborted answer is what it wanted.
+    """
     if status >= 400:
         return status in KEPT_ERRORS
-    return observed is None or not (observed.aborted or observed.error)
+    return observed is None or not (observed.error or (observed.aborted and not unwanted))

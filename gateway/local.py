@@ -12,6 +12,7 @@ from gateway.core.errors import Busy, CallerFault, ModelNotFound, WrongMethod
 from gateway.core.types import Headers, Request
 from gateway.fleet import Fleet, Pool
 from gateway.sending import Dispatcher
+from gateway.sessions import Session
 
 _JSON: Headers = [(b"content-type", b"application/json")]
 _MODELS = "/v1/models"
@@ -29,13 +30,16 @@ class Local:
         """Whether this answers a route."""
         return route.startswith(_MODELS) or route == _ABORT
 
-    async def answer(self, route: str, request: Request, client: Client) -> None:
-        """Answer a request to one of its routes. Raises a `CallerFault` or `Busy`."""
+    async def answer(self, route: str, request: Request, client: Client, session: Session | None) -> None:
+        """Answer a request to one of its routes. Raises a `CallerFault` or `Busy`.
+
+        `session`: of whom it is, if that was created; such a one aborts its own requests alone.
+        """
         method = "POST" if route == _ABORT else "GET"
         if request.method != method:
             raise WrongMethod(f"{route} takes {method}, not {request.method}.")
         if route == _ABORT:
-            await self._abort(request.body)
+            await self._abort(request.body, session)
             client.reply(200, _JSON, b"{}")
         else:
             client.reply(200, _JSON, orjson.dumps(self.models(route)))
@@ -55,7 +59,7 @@ class Local:
             raise ModelNotFound(f"No pool serves the model {name!r}.", param="model")
         return found[name]
 
-    async def _abort(self, body: bytes) -> None:
+    async def _abort(self, body: bytes, session: Session | None) -> None:
         try:
             document = Document(body)
         except Malformed as error:
@@ -68,9 +72,12 @@ class Local:
                 param="rid",
             )
         for sending in self._dispatcher.named(wanted):
+            if session is not None and sending.job.session != "/".join(session.place):
+                continue
             if sending.sent is None or sending.job.pool.engine.ABORT is None:
                 sending.give_up()
             else:
+                sending.unwanted = True
                 await self._dispatcher.abort(sending)
 
 

@@ -285,3 +285,35 @@ async def test_requests_without_a_session_do_not_follow_one_another() -> None:
             assert went == [ranked(key, "policy-0", "policy-1")[0] for key in ids]
             assert set(went) == {"policy-0", "policy-1"}
             assert not any(record["sticky"] for record in closed(gate, "anonymous"))
+
+
+@pytest.mark.parametrize("asked", [True, False])
+async def test_an_aborted_answer_uses_its_index_only_if_its_client_asked_for_the_abort(asked: bool) -> None:
+    released, arrived = asyncio.Event(), asyncio.Event()
+
+    async def aborting(seen: Seen, reply: Reply) -> None:
+        if seen.target == "/abort_request":
+            reply.json({})
+            released.set()
+            return
+        if not arrived.is_set():
+            arrived.set()
+            if not asked:
+                released.set()
+            await released.wait()
+            reply.json({"text": "par", "meta_info": {"id": "x", "finish_reason": {"type": "abort"}}})
+            return
+        reply.json({"text": "whole", "meta_info": {"id": "x", "finish_reason": {"type": "stop"}}})
+
+    pools = pool("policy", "", engine="sglang")
+    async with FakeWorker(aborting) as worker:
+        pools["replicas"][0]["url"] = worker.url
+        async with gateway(pools) as gate:
+            body = {"text": "hi", "rid": "mine"}
+            running = asyncio.create_task(gate.http.post("/sessions/s/generate", json=body))
+            await arrived.wait()
+            if asked:
+                await gate.http.post("/abort_request", json={"rid": "mine"})
+            assert (await running).headers["x-detgate-index"] == "0"
+            again = await gate.http.post("/sessions/s/generate", json=body)
+            assert again.headers["x-detgate-index"] == ("1" if asked else "0")
