@@ -137,7 +137,7 @@ def test_a_slow_health_route_costs_no_replica_its_place() -> None:
             for _ in range(25):
                 await asyncio.sleep(1)
                 assert gate.gateway.fleet.pools["generate"].replicas["generate-0"].up
-                assert (await gate.http.post(CHAT.path, json=CHAT.body())).status_code == 200
+            assert (await gate.http.post(CHAT.path, json=CHAT.body())).status_code == 200
             slow = False
             assert (await long).status_code == 200
 
