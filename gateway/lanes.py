@@ -62,7 +62,7 @@ class Lane:
     def join(self, rank: Rank) -> Place:
         """Take a place, in the queue where all are taken. Raises `Busy` where too many wait already."""
         place = Place(rank)
-        if self.running < self.limit and not self.waiting:
+        if self.running < self.limit:
             self._take(place)
         elif self.waiting < self.queue:
             self._next[place] = None

@@ -194,7 +194,6 @@ class Dispatcher:
         exchange = sending.exchange
         try:
             if sending.job.pool.role == "reward" and exchange.alive:
-                exchange.resume()
                 with suppress(TimeoutError, Broken):
                     async with asyncio.timeout(self._settle_seconds):
                         await exchange.drain()
