@@ -92,14 +92,17 @@ def build(
     return app
 
 
+_BY_ID = (b"/sessions/", b"/groups/", b"/runs/")
+
+
 class Verbatim:
-    """Routes get the path as it was sent: decoded before it is parted, an encoded slash would part an id."""
+    """Where ids stand in the path it is left as it was sent: decoded first, an encoded slash would part an id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (raw := scope.get("raw_path")):
+        if scope["type"] == "http" and (raw := scope.get("raw_path", b"")).startswith(_BY_ID):
             scope = {**scope, "path": raw.partition(b"?")[0].decode("latin-1")}
         await self._app(scope, receive, send)
 

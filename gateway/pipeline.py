@@ -28,7 +28,7 @@ from gateway.record import Record
 from gateway.routes import API_OF, is_data_plane
 from gateway.runs import Runs
 from gateway.sending import Dispatcher, Job, Sending
-from gateway.sessions import PREFIX, Sessions, Visitor
+from gateway.sessions import PREFIX, Session, Sessions
 from gateway.settings import Settings
 from gateway.statement import Statement
 from gateway.stores import ScopeKey, Store
@@ -94,11 +94,11 @@ class Pipeline:
             work.api = API_OF.get(location.route, "openai")
             if self.draining:
                 raise Busy("The gateway is shutting down. Ask another, or ask again later.", code="shutting_down")
-            visitor = self._visitor(request, location)
+            names, session = self._identify(request, location)
             if self._local.owns(location.route):
-                await self._local.answer(location.route, request, client)
+                await self._local.answer(location.route, request, client, session)
                 return
-            asked = work.asked = self._reader.read(request, location, visitor)
+            asked = work.asked = self._reader.read(request, location.route, names, session)
             await self._claim(work, asked)
             decided = self._plan(work, asked)
             job = work.job = self._job(work, asked, decided)
@@ -118,12 +118,12 @@ class Pipeline:
         finally:
             await self._record.closed(work, started=client.started)
 
-    # --- identify: the key's session may be one of a run that is not open yet.
-    def _visitor(self, request: Request, location: identity.Location) -> Visitor:
-        key = given(request.fields)
-        if key.startswith(PREFIX) and (run := identity.named(location, request.fields).run) is not None:
-            self._runs.revive(run)
-        return self._sessions.visitor(key)
+    # --- identify: the names that the request gives, and the session, if it was created.
+    def _identify(self, request: Request, location: identity.Location) -> tuple[identity.Named, Session | None]:
+        names, key = identity.named(location, request.fields), given(request.fields)
+        if names.run is not None and key.startswith(PREFIX):
+            self._runs.revive(names.run)
+        return names, self._sessions.find(self._sessions.visitor(key), names, self._runs.own.name)
 
     # --- index: claimed before anything waits.
     async def _claim(self, work: Work, asked: Asked) -> None:

@@ -8,7 +8,7 @@ from gateway.core.errors import Busy, CallerFault, WrongMethod
 from gateway.core.types import Handling, Request
 from gateway.fleet import Fleet, Pool
 from gateway.routes import READ_FIELDS
-from gateway.sessions import Sessions, Visitor
+from gateway.sessions import Session, Sessions
 from gateway.settings import Settings
 from gateway.work import Asked
 
@@ -24,11 +24,8 @@ class Reader:
         self._off = settings.profile == "off"
         self._strict = settings.profile == "strict"
 
-    def read(self, request: Request, location: identity.Location, visitor: Visitor) -> Asked:
+    def read(self, request: Request, route: str, names: identity.Named, session: Session | None) -> Asked:
         """The request, found good. Raises `CallerFault`, or `Busy` where it is the fleet's fault."""
-        route = location.route
-        names = identity.named(location, request.fields)
-        session = self._sessions.find(visitor, names, self._run)
         known = session.known if session is not None else None
         caller = identity.identify(names, request.fields, self._settings.index_order, known)
         document = self._document(request)
