@@ -10,9 +10,10 @@ here=$(cd "$(dirname "$0")" && pwd)
 if [ "${DET:-0}" = 1 ]; then set -- --enable-deterministic-inference "$@"; fi
 export SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_COMPILE_DISABLE=1
 
+# Without --sleep-on-idle its scheduler takes a whole core while nothing runs.
 exec "$python" "$here/sglang_cpu/launch.py" \
   --host 127.0.0.1 --port "$port" \
   --model-path "$model" --served-model-name "$(basename "$model")" \
   --device cpu --dtype float32 --attention-backend torch_native --sampling-backend pytorch --grammar-backend none \
-  --disable-cuda-graph --disable-overlap-schedule --skip-server-warmup \
+  --disable-cuda-graph --disable-overlap-schedule --skip-server-warmup --sleep-on-idle \
   --max-total-tokens 16384 --max-running-requests 16 --mem-fraction-static 0.5 --context-length 2048 "$@"

@@ -1,0 +1,118 @@
+"""The gateway as its users run it: `python -m gateway serve --config …`, a process of its own before real servers.
+
+Its ledger, configuration and log lie in a folder that the caller gives. What it logged last is part of the error
+when it does not become ready.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.engines import servers
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_SECONDS = 60.0
+END_SECONDS = 30.0
+
+
+class NotReady(Exception):
+    """The gateway ended, or was not ready in time; the message holds the end of its log."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gateway that serves."""
+
+    url: str
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    def log(self) -> str:
+        """All that it logged so far."""
+        return (self.folder / "log").read_text(errors="replace")
+
+    def records(self, event: str) -> list[dict[str, Any]]:
+        """The ledger's records of this event, `opened` or `closed`, in the order in which they were written."""
+        files = sorted((self.folder / "ledger").rglob("*.jsonl"))
+        records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        return [record for record in records if record["event"] == event]
+
+    def replicas(self, route: str = "/determinism") -> dict[str, dict[str, Any]]:
+        """What the gateway tells of each replica there, or at `/readyz`; by name, over all pools."""
+        pools = httpx.get(self.url + route).json()["pools"]
+        return {name: told for pool in pools.values() for name, told in pool["replicas"].items()}
+
+
+def pool(name: str, engine: str, urls: Sequence[str], **settings: Any) -> dict[str, Any]:
+    """A pool's configuration: replicas `{name}-0`, `{name}-1` … at these URLs."""
+    replicas = [{"name": f"{name}-{number}", "url": url} for number, url in enumerate(urls)]
+    return {"name": name, "engine": engine, "replicas": replicas} | settings
+
+
+@contextmanager
+def gateway(folder: Path, *pools: dict[str, Any], hash_seed: int = 0, **settings: Any) -> Iterator[Gate]:
+    """Start a gateway, give it once every replica is up, end it on leaving. `hash_seed`: its PYTHONHASHSEED.
+
+    Raises `NotReady`, and on leaving `AssertionError` where it does not end with status 0.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    port = servers.free_port()
+    configuration = {"pools": list(pools), "port": port, "ledger": {"path": str(folder / "ledger")}} | settings
+    file = folder / "gateway.yaml"
+    file.write_text(json.dumps(configuration))
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gateway", "serve", "--config", str(file)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    gate = Gate(f"http://127.0.0.1:{port}", folder, process)
+    try:
+        wait_ready(gate)
+        yield gate
+    finally:
+        end(gate)
+    assert process.returncode == 0, gate.log()[-4000:]
+
+
+def wait_ready(gate: Gate) -> None:
+    """Poll until every replica of every pool is up."""
+    deadline = time.monotonic() + READY_SECONDS
+    while not all_up(gate):
+        if gate.process.poll() is not None:
+            raise NotReady(f"ended with {gate.process.returncode}:\n{gate.log()[-4000:]}")
+        if time.monotonic() > deadline:
+            raise NotReady(f"not ready in {READY_SECONDS:g} s:\n{gate.log()[-4000:]}")
+        time.sleep(0.1)
+
+
+def all_up(gate: Gate) -> bool:
+    """Whether the gateway answers and finds all its replicas up."""
+    try:
+        told = gate.replicas("/readyz")
+    except httpx.TransportError:
+        return False
+    return all(replica["state"] == "up" for replica in told.values())
+
+
+def end(gate: Gate) -> None:
+    """SIGTERM; SIGKILL where that did not end it in time."""
+    gate.process.send_signal(signal.SIGTERM)
+    try:
+        gate.process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        gate.process.kill()
+        gate.process.wait()
