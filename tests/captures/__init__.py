@@ -66,5 +66,6 @@ def save(capture: Capture) -> None:
         "status": capture.status,
         "headers": capture.headers,
     }
-    (folder / f"{capture.name}.json").write_text(json.dumps(head, indent=1, ensure_ascii=False) + "\n")
+    lines = (f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in head.items())
+    (folder / f"{capture.name}.json").write_text("{" + ",\n ".join(lines) + "}\n")
     (folder / f"{capture.name}.body").write_bytes(capture.body)
