@@ -10,7 +10,7 @@ import asyncio
 
 from gateway.core.errors import Busy
 from gateway.sending import Job
-from gateway.sessions import Sessions
+from gateway.sessions import Group, Session
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from gateway.work import Asked
@@ -19,8 +19,7 @@ from gateway.work import Asked
 class Episodes:
     """Lets members start in their order."""
 
-    def __init__(self, settings: Settings, sessions: Sessions, telemetry: Telemetry) -> None:
-        self._sessions = sessions
+    def __init__(self, settings: Settings, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
         self._seconds = settings.timeouts.group
         self._strict = settings.profile == "strict"
@@ -28,28 +27,35 @@ class Episodes:
     async def turn(self, asked: Asked, job: Job) -> None:
         """Wait until a request's member may start, `timeouts.group` at most.
 
-        Then it goes on and says `group-order`; in strict it raises `Busy`, which names the member that it waited for.
+        Then it goes on and says `group-order`, and so do all later ones of its member, without a wait. In strict it
+        raises `Busy` instead, which names the member that it waited for.
         """
-        session, lanes = asked.session, job.pool.lanes
-        if session is None or not lanes.episodes or asked.handling.kind not in ("sample", "score"):
+        session = asked.session
+        if session is None or not job.pool.lanes.episodes or asked.handling.kind not in ("sample", "score"):
             return
-        if session.group is None or session.group.ahead(session) is None:
+        group = session.group
+        if group is None or group.ahead(session) is None:
             return
+        if not session.overtook:
+            ahead = await self._wait(group, session, job)
+            if ahead is None:
+                return
+            if self._strict:
+                raise Busy(
+                    f"Member {session.known.member} of group {group.id} waits for member {ahead.known.member} "
+                    f"(session {ahead.known.session}) to end. End it (DELETE /sessions/…), or ask again later.",
+                    code="group_waiting",
+                    retry_after=1,
+                )
+            session.overtook = True
+        job.flags.append("group-order")
+
+    async def _wait(self, group: Group, session: Session, job: Job) -> Session | None:
         loop = asyncio.get_running_loop()
         since = loop.time()
         try:
-            with lanes.holding():
-                ahead = await self._sessions.turn(session, self._seconds)
+            with job.pool.lanes.holding():
+                return await group.turn(session, self._seconds)
         finally:
             job.lane_wait += loop.time() - since
             self._telemetry.lane_wait.observe(loop.time() - since, job.pool.name)
-        if ahead is None:
-            return
-        if self._strict:
-            raise Busy(
-                f"Member {session.known.member} of group {session.group.id} waits for member {ahead.known.member} "
-                f"(session {ahead.known.session}) to end. End it (DELETE /sessions/…), or ask again later.",
-                code="group_waiting",
-                retry_after=1,
-            )
-        job.flags.append("group-order")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,23 +21,24 @@ MEDIA = "application/x-ndjson"
 async def page(folder: Path, live: bool, after: str | None, limit: int | None) -> Response:
     """The next requests of a run: in canonical order, or, while it is `live`, in that of submission up to the frontier.
 
-    `X-Detgate-Next` is what `after` must be to go on from there. Raises `CallerFault` for an `after` that was never
-    given.
+    `X-Detgate-Next` is what `after` must be to go on from there, as long as the order is the same. Raises `CallerFault`
+    for any other `after`.
     """
     found = await asyncio.to_thread(Requests, folder)
     keys: Sequence[Key] = found.submitted() if live else found.canonical()
     if after is not None:
         try:
-            keys = found.after(keys, _key(after), live=live)
-        except (KeyError, ValueError):
+            keys = found.after(keys, _key(after, live), live=live)
+        except (KeyError, ValueError, TypeError):
             raise CallerFault(
-                "after must be the X-Detgate-Next of an earlier answer of this run.",
+                "after must be the X-Detgate-Next of an earlier answer of this run, in the order that it has now: "
+                "that of submission while it is live, canonical when it has ended. Begin anew.",
                 code="invalid_cursor",
                 param="after",
             ) from None
     keys = keys[:limit]
     headers = {"x-detgate-order": "submission" if live else "canonical"}
-    last = _cursor(keys[-1]) if keys else after
+    last = _cursor(keys[-1], live) if keys else after
     if last is not None:
         headers["x-detgate-next"] = last
     return StreamingResponse(found.lines(keys), media_type=MEDIA, headers=headers)
@@ -54,13 +54,13 @@ def whole(found: Requests) -> Response:
     return StreamingResponse(found.lines(found.canonical()), media_type=MEDIA, headers={"x-detgate-order": "canonical"})
 
 
-def _cursor(key: Key) -> str:
-    return base64.urlsafe_b64encode(orjson.dumps(list(key))).decode().rstrip("=")
+def _cursor(key: Key, live: bool) -> str:
+    return base64.urlsafe_b64encode(orjson.dumps([live, *key])).decode().rstrip("=")
 
 
-def _key(cursor: str) -> Key:
-    try:
-        session, name, index = orjson.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-    except (binascii.Error, orjson.JSONDecodeError, TypeError):
-        raise ValueError(cursor) from None
+def _key(cursor: str, live: bool) -> Key:
+    """What a cursor stands for. Raises `ValueError` or `TypeError`."""
+    then, session, name, index = orjson.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+    if then is not live:
+        raise ValueError(cursor)
     return Key(session, name, index)

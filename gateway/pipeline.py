@@ -57,7 +57,7 @@ class Pipeline:
         self._runs = runs
         self._sessions = sessions
         self._reader = Reader(settings, runs.own.name, sessions, fleet)
-        self._episodes = Episodes(settings, sessions, telemetry)
+        self._episodes = Episodes(settings, telemetry)
         self._record = Record(settings, sessions, store, telemetry)
         self._statement = Statement(settings)
         self.draining = False

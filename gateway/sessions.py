@@ -33,8 +33,8 @@ PREFIX = b"dgs-"
 SWEEPS = 4
 """How often the idle are looked for within the time that a session may be idle."""
 
-LONGEST_SWEEP = 30.0
-"""Seconds between two looks at most."""
+SHORTEST, LONGEST = 0.05, 30.0
+"""Seconds between two looks, at least and at most."""
 
 State = Literal["open", "ended", "failed"]
 
@@ -70,7 +70,7 @@ class Session:
     trouble: str | None = None
     """Why its last request was not delivered; None: it was."""
     overtook: bool = False
-    """It waited in vain for the members before it, and goes on without them."""
+    """It waited in vain for the members before it, and went on without them."""
 
     @property
     def place(self) -> tuple[str, str]:
@@ -96,6 +96,14 @@ class Group:
     def ahead(self, session: Session) -> Session | None:
         """The first member before this one that has not ended."""
         return next((m for m in self.members[: session.known.member or 0] if m.state == "open"), None)
+
+    async def turn(self, session: Session, seconds: float) -> Session | None:
+        """Wait until every member before this one has ended; the first that has not, when time is up."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.ahead(session) is not None:
+                    await self.changed.wait()
+        return self.ahead(session)
 
     def tell(self) -> None:
         """Wake whoever waits for a member to end."""
@@ -130,6 +138,8 @@ class Sessions:
         self._idle: dict[Session, float] = {}
         """Live sessions without an open request, and since when; the longest idle first."""
         self._ended: dict[Session, None] = {}
+        self._noted: dict[str, tuple[dict[str, Session], dict[str, str | None]]] = {}
+        """Run → its sessions as its ledger told, and why those that have ended failed."""
 
     @property
     def live(self) -> int:
@@ -321,28 +331,11 @@ class Sessions:
         self._idle.pop(session, None)
         self._idle[session] = asyncio.get_running_loop().time()
 
-    async def turn(self, session: Session, seconds: float) -> Session | None:
-        """Wait until every member before this one has ended; the first that has not, when time is up.
-
-        Who waited in vain once does not wait again.
-        """
-        group = session.group
-        if group is None:
-            return None
-        if not session.overtook:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    while group.ahead(session) is not None:
-                        await group.changed.wait()
-        ahead = group.ahead(session)
-        session.overtook = ahead is not None
-        return ahead
-
     # --- time
     async def run(self) -> None:
         """End what is idle for too long, as long as this runs."""
         while True:
-            await asyncio.sleep(min(LONGEST_SWEEP, self._idle_seconds / SWEEPS))
+            await asyncio.sleep(min(LONGEST, max(SHORTEST, self._idle_seconds / SWEEPS)))
             self.sweep()
 
     def sweep(self) -> None:
@@ -359,27 +352,27 @@ class Sessions:
 
     # --- after a restart
     def restoring(self, run: str, records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Pass the records of a run on, and know its sessions when the last has passed."""
-        created: dict[str, Session] = {}
-        ended: dict[str, dict[str, Any]] = {}
+        """Pass the records of a run on, and note those of its sessions for `serve`."""
+        created, ended = self._noted[run] = {}, {}
         for record in records:
             if record.get("event") == "session":
                 session = _restored(run, record)
                 created.pop(session.known.session, None)
                 created[session.known.session] = session
             elif record.get("event") == "session_ended":
-                ended[record["session"]] = record
+                ended[record["session"]] = record["why"]
             yield record
-        for session in _whole(created.values()):
-            self._take(session)
-        for name, record in ended.items():
-            session = self._sessions.get((run, name)) or Session(Known(run, name, name), None)
-            self._sessions[session.place] = session
-            self._close(session, record["why"])
 
     def serve(self, run: str, ledger: Ledger) -> None:
-        """Sessions of this run are recorded in this ledger from now on."""
+        """Know the sessions of a run that was opened, and record in this ledger what becomes of them."""
         self._ledgers[run] = ledger
+        created, ended = self._noted.pop(run)
+        for session in _whole(created.values()):
+            self._take(session)
+        for name, why in ended.items():
+            session = self._sessions.get((run, name)) or Session(Known(run, name, name), None)
+            self._sessions[session.place] = session
+            self._close(session, why)
 
 
 def _numbered(name: str, ordinal: int) -> str:

@@ -577,6 +577,8 @@ async def test_a_run_that_has_ended_is_read_in_canonical_order(tmp_path: Path) -
     settings: dict[str, Any] = {"ledger": {"path": str(tmp_path)}}
     async with FakeWorker() as worker:
         async with gateway(pool("policy", worker.url), run="old", **settings) as gate:
+            await ask(gate, path=f"/sessions/17:2{CHAT}")
+            live = (await gate.http.get("/admin/runs/old/requests")).headers["x-detgate-next"]
             for identity in ("17:10", "17:2", "17:2"):
                 key = (await create(gate, identity))["api_key"]
                 for text in ("x", "y"):
@@ -585,16 +587,16 @@ async def test_a_run_that_has_ended_is_read_in_canonical_order(tmp_path: Path) -
             answer = await gate.http.get("/admin/runs/old/requests")
             assert answer.headers["x-detgate-order"] == "canonical"
             ids = [each["request_id"] for each in lines(answer)]
-            assert ids == ["17:2:0", "17:2:1", "17:2~1:0", "17:2~1:1", "17:10:0", "17:10:1"]
+            assert ids == ["17:2:0", "17:2~1:0", "17:2~1:1", "17:2~2:0", "17:2~2:1", "17:10:0", "17:10:1"]
             pages: list[str] = []
             after = ""
-            while len(pages) < 6:
+            while len(pages) < 7:
                 page = await gate.http.get(f"/admin/runs/old/requests?limit=4{after}")
                 pages += [each["request_id"] for each in lines(page)]
                 after = f"&after={page.headers['x-detgate-next']}"
             assert pages == ids
             assert "old" not in gate.gateway.runs._open
-            for cursor in ("x", "e30", "WyJhIiwiYSIsMF0", "é"):
+            for cursor in ("x", "e30", "WyJhIiwiYSIsMF0", "W2ZhbHNlLFtdLDIsM10", live, "é"):
                 wrong = await gate.http.get("/admin/runs/old/requests", params={"after": cursor})
                 assert refused(wrong) == (400, "invalid_cursor")
             for name, expected in (("never", (404, "run_not_found")), ("..", (400, "invalid_header"))):

@@ -204,3 +204,25 @@ async def test_a_key_holds_in_one_session_of_one_run(kind: Any) -> None:
         assert (await store.claim(ScopeKey("run 2", "session", "you"), ask, 1)).index == 0
         with pytest.raises(Conflict):
             await store.claim(ScopeKey("run", "session", "you"), ask, 1)
+
+
+async def test_a_session_is_known_once_it_has_asked(kind: Any) -> None:
+    async with kind.opened() as store:
+        assert not store.knows("run", "session")
+        await store.claim(SCOPE, strict(b"x"), 0)
+        assert store.knows("run", "session")
+        assert not store.knows("other", "session")
+        assert not store.knows("run", "me")
+
+
+async def test_the_next_number_is_told_unless_the_client_numbers(kind: Any) -> None:
+    async with kind.opened() as store:
+        assert store.next_index(SCOPE) == 0
+        for index in range(2):
+            await store.claim(SCOPE, Ask("arrival", b"%d" % index), 0)
+        assert store.next_index(SCOPE) == 2
+        await store.settle(SCOPE, 0, used=False)
+        assert store.next_index(SCOPE) == 2
+        numbered = SCOPE._replace(session="numbered")
+        await store.claim(numbered, Ask("client", b"x", "c", 5), 0)
+        assert store.next_index(numbered) is None
