@@ -21,6 +21,7 @@ from gateway.core.indexing import Ask, Kind
 from gateway.core.types import Call, Headers, Request
 from gateway.episodes import Episodes
 from gateway.fleet import Fleet
+from gateway.guards import Guards
 from gateway.keys import given
 from gateway.local import Local
 from gateway.reader import Reader
@@ -63,6 +64,7 @@ class Pipeline:
         self.draining = False
         self.drained = asyncio.Event()
         self._serving = 0
+        self._guards = Guards(settings.guards, telemetry)
         self._off = settings.profile == "off"
         self._scheme = schemes.load(settings.scheme)
         self._strict = settings.profile == "strict"
@@ -99,6 +101,7 @@ class Pipeline:
                 await self._local.answer(location.route, request, client, session)
                 return
             asked = work.asked = self._reader.read(request, location.route, names, session)
+            self._guards.check(asked)
             await self._claim(work, asked)
             decided = self._plan(work, asked)
             job = work.job = self._job(work, asked, decided)

@@ -87,6 +87,8 @@ class Group:
     size: int
     members: list[Session] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    seeded: dict[str, str] = field(default_factory=dict)
+    """Content digest of a request with a seed of its own → the session that sent it first."""
 
     @property
     def failed(self) -> Session | None:
