@@ -22,6 +22,9 @@ log = structlog.get_logger("detgate.health")
 LONGEST_PAUSE = 10.0
 """Seconds between two probes of a replica that has been down for long."""
 
+WRAPPINGS = 10
+"""Errors within errors that are looked into for the system's own."""
+
 CONFIRM_SECONDS = 0.1
 """Seconds after which a replica that seems to have others' requests is asked again."""
 
@@ -136,11 +139,11 @@ class Health:
 
 def _refused(error: BaseException | None) -> bool:
     """Whether a connection failed because no server listens: the HTTP library wraps what the system said."""
-    while error is not None:
+    for _ in range(WRAPPINGS):
         if isinstance(error, BaseExceptionGroup):
             return all(map(_refused, error.exceptions))
-        if isinstance(error, ConnectionRefusedError):
-            return True
+        if error is None or isinstance(error, ConnectionRefusedError):
+            return error is not None
         error = error.__cause__
     return False
 

@@ -1,0 +1,598 @@
+"""Probes: what they ask, what comes of their answers, and which requests count against a replica."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import httpx
+import pytest
+import respx
+
+from gateway.core.vitals import Outcome
+from gateway.fleet import Fleet, Pool, Replica
+from gateway.health import LONGEST_PAUSE, Health
+from gateway.settings import Settings
+from tests.field import clock
+from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, Wire, chat, completion, delta, gateway, polite, pool
+
+CHAT = "/v1/chat/completions"
+URL = "http://replica:1"
+PROBES = {"vllm": "/health", "sglang": "/ready", "openai": "/v1/models"}
+UNWATCHED = {"interval": 3600.0}
+
+
+class Probed:
+    """A pool of one replica that respx plays, and what probes it."""
+
+    def __init__(self, **settings: Any) -> None:
+        health = {"interval": 2.0, "timeout": 10.0} | settings.pop("health", {})
+        loaded = Settings.load(None, {}, {"pools": [pool("policy", URL, **settings)], "health": health})
+        self.fleet = Fleet(loaded)
+        self.health = Health(loaded, self.fleet)
+
+    @property
+    def pool(self) -> Pool:
+        return self.fleet.pools["policy"]
+
+    @property
+    def replica(self) -> Replica:
+        return self.pool.replicas["policy-0"]
+
+    @property
+    def state(self) -> str:
+        return self.replica.state
+
+    async def probe(self, times: int = 1, transport: httpx.MockTransport | None = None) -> None:
+        async with httpx.AsyncClient(transport=transport) as http:
+            for _ in range(times):
+                await self.health.probe(http, self.pool, self.replica)
+
+
+# --- one probe
+
+
+@pytest.mark.parametrize("engine", PROBES)
+@pytest.mark.parametrize("role", ["generate", "reward"])
+async def test_probes_generate_nothing_and_carry_the_replicas_own_key(engine: str, role: str) -> None:
+    subject = Probed(engine=engine, role=role, api_key="replica-key")
+    with respx.mock(base_url=URL, assert_all_called=False) as engine_routes:
+        every = engine_routes.route().respond(200, json={"data": [{"id": MODEL}]})
+        await subject.probe(3)
+    asked = [call.request for call in every.calls]
+    assert asked[0].url.path == PROBES[engine]
+    assert {request.method for request in asked} == {"GET"}
+    told = {"/v1/models", "/metrics", "/server_info", "/model_info", "/v1/loads"}
+    assert {request.url.path for request in asked} <= {PROBES[engine], *told}
+    assert {request.headers["authorization"] for request in asked} == {"Bearer replica-key"}
+    assert all(request.content == b"" for request in asked)
+
+
+async def test_a_replica_without_a_key_gets_none() -> None:
+    subject = Probed()
+    with respx.mock(base_url=URL, assert_all_called=False) as engine:
+        every = engine.route().respond(200, json={})
+        await subject.probe()
+    assert not any("authorization" in call.request.headers for call in every.calls)
+
+
+def refused() -> httpx.ConnectError:
+    """As httpx says it: wrapped, from what the system said."""
+    error = httpx.ConnectError("All connection attempts failed")
+    error.__cause__ = OSError("All connection attempts failed")
+    error.__cause__.__cause__ = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+    return error
+
+
+def refused_everywhere() -> httpx.ConnectError:
+    error = httpx.ConnectError("All connection attempts failed")
+    error.__cause__ = ExceptionGroup("both", [ConnectionRefusedError(), ConnectionRefusedError()])
+    return error
+
+
+def nowhere() -> httpx.ConnectError:
+    error = httpx.ConnectError("Name or service not known")
+    error.__cause__ = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    return error
+
+
+def no_files() -> httpx.ConnectError:
+    error = httpx.ConnectError("Too many open files")
+    error.__cause__ = OSError(errno.EMFILE, "Too many open files")
+    return error
+
+
+def answering(health: Exception | httpx.Response) -> httpx.MockTransport:
+    """A replica. respx would put errors of its own between these and what they were made from."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path != "/health":
+            return httpx.Response(200, json={})
+        if isinstance(health, Exception):
+            raise health
+        return health
+
+    return httpx.MockTransport(answer)
+
+
+GOOD = answering(httpx.Response(200))
+
+
+@pytest.mark.parametrize(
+    ("health", "needed"),
+    [
+        (refused(), 1),
+        (refused_everywhere(), 1),
+        (nowhere(), 3),
+        (no_files(), 3),
+        (httpx.ReadTimeout("slow"), 3),
+        (httpx.ConnectTimeout("slow"), 3),
+        (httpx.RemoteProtocolError("Server disconnected"), 3),
+        (httpx.Response(500), 3),
+        (httpx.Response(503), 3),
+        (httpx.Response(401), 3),
+    ],
+    ids=repr,
+)
+async def test_one_refused_connection_is_proof_and_anything_else_takes_three(
+    health: Exception | httpx.Response, needed: int
+) -> None:
+    subject = Probed()
+    await subject.probe(transport=GOOD)
+    assert subject.state == "up"
+    await subject.probe(needed - 1, answering(health))
+    assert subject.state == "up"
+    await subject.probe(1, answering(health))
+    assert subject.state == "down"
+    assert "/health" in subject.replica.reason or "no connection" in subject.replica.reason
+    await subject.probe(1, GOOD)
+    assert subject.state == "down"
+    await subject.probe(1, GOOD)
+    assert subject.state == "up"
+
+
+async def test_a_late_probe_is_no_failure_while_answers_come() -> None:
+    subject = Probed()
+    with respx.mock(base_url=URL) as engine:
+        engine.get("/v1/models").respond(200, json={})
+        health = engine.get("/health").respond(200)
+        await subject.probe()
+
+        def late(request: httpx.Request) -> httpx.Response:
+            subject.replica.connections.heard = asyncio.get_running_loop().time()
+            raise httpx.ReadTimeout("slow", request=request)
+
+        health.mock(side_effect=late)
+        await subject.probe(10)
+        assert subject.state == "up"
+        assert "but answers come" in subject.replica.reason
+        health.mock(side_effect=httpx.ReadTimeout("slow"))
+        await subject.probe(3)
+        assert subject.state == "down"
+
+
+async def test_a_replica_is_asked_what_it_is_when_it_comes_up() -> None:
+    subject = Probed(engine="sglang", models=[])
+    with respx.mock(base_url=URL) as engine:
+        engine.get("/ready").mock(side_effect=[httpx.Response(500), *[httpx.Response(200)] * 3])
+        models = engine.get("/v1/models").respond(200, json={"data": [{"id": "m"}]})
+        engine.get("/server_info").respond(200, json={"enable_deterministic_inference": True})
+        engine.get("/model_info").respond(200, json={"is_generation": True})
+        await subject.probe()
+        assert not models.called
+        assert subject.replica.facts.deterministic is None
+        await subject.probe(3)
+        assert subject.replica.facts.deterministic is True
+        assert subject.pool.models == {"m"}
+        assert models.call_count == 2, "while it comes up, and no more"
+
+
+@pytest.mark.parametrize("told", ["not json", "[]", '{"data": 5}', '{"data": [{"id": 3}, "x"]}'])
+async def test_nonsense_from_a_replica_is_no_reason_to_fail(told: str) -> None:
+    subject = Probed(models=[])
+    with respx.mock(base_url=URL) as engine:
+        engine.get("/health").respond(200)
+        engine.get("/v1/models").respond(200, text=told)
+        await subject.probe()
+    assert subject.state == "up"
+    assert not subject.pool.models
+
+
+# --- probes over time, under a clock that jumps
+
+
+def jumping(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def run() -> None:
+        clock.run(test())
+
+    run.__name__ = test.__name__
+    run.__doc__ = test.__doc__
+    return run
+
+
+class Played:
+    """A replica whose probe answers by the time: what it does, from when."""
+
+    def __init__(self, *phases: tuple[float, Outcome]) -> None:
+        self.phases = phases
+        self.asked: list[float] = []
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        now = asyncio.get_running_loop().time()
+        self.asked.append(now)
+        outcome = next(outcome for since, outcome in reversed(self.phases) if since <= now)
+        if outcome == "slow":
+            until = next((since for since, _ in self.phases if since > now), now + 1e9)
+            await asyncio.sleep(min(10.0, until - now))
+            if until - now > 10.0:
+                raise httpx.ReadTimeout("slow", request=request)
+        elif outcome == "refused":
+            raise httpx.ConnectError("refused", request=request)
+        return httpx.Response(200)
+
+
+async def watched(subject: Probed, played: Played, until: float) -> list[tuple[float, str]]:
+    """Probe until that time; when the state changed, and to what."""
+    changes: list[tuple[float, str]] = []
+    loop = asyncio.get_running_loop()
+    with respx.mock(base_url=URL, assert_all_called=False) as engine:
+        engine.get("/v1/models").respond(200, json={})
+        engine.get("/health").mock(side_effect=played)
+        probing = asyncio.create_task(subject.health.run())
+        while loop.time() < until:
+            if not changes or changes[-1][1] != subject.replica.state:
+                changes.append((loop.time(), subject.replica.state))
+            await asyncio.sleep(0.1)
+        probing.cancel()
+        await asyncio.gather(probing, return_exceptions=True)
+    return changes
+
+
+@jumping
+async def test_a_busy_replica_that_is_slow_for_25_seconds_keeps_its_place() -> None:
+    for begin in range(5, 13):
+        played = Played((0, "ok"), (begin, "slow"), (begin + 25, "ok"))
+        start = asyncio.get_running_loop().time()
+        played.phases = tuple((start + since, outcome) for since, outcome in played.phases)
+        changes = await watched(Probed(), played, start + 60)
+        assert [state for _, state in changes] == ["unknown", "up"]
+
+
+@jumping
+async def test_a_replica_that_is_silent_for_long_is_down_and_joins_again() -> None:
+    changes = await watched(Probed(), Played((0, "ok"), (20, "slow"), (100, "ok")), 150)
+    assert [state for _, state in changes] == ["unknown", "up", "down", "up"]
+    assert 50 < changes[2][0] < 60, "three probes of 10 s, and the pauses between"
+    assert changes[3][0] < 100 + 2 * LONGEST_PAUSE + 1
+
+
+@jumping
+async def test_a_replica_that_is_down_at_start_joins_later() -> None:
+    """After minutes, within two probes; meanwhile it is asked ever more seldom, and at least every ten seconds."""
+    played = Played((0, "refused"), (400, "ok"))
+    changes = await watched(Probed(), played, 450)
+    assert [state for _, state in changes] == ["unknown", "down", "up"]
+    assert 400 < changes[2][0] < 400 + 2 * LONGEST_PAUSE + 1
+    pauses = [round(after - before, 1) for before, after in zip(played.asked, played.asked[1:], strict=False)]
+    assert pauses[:4] == [3.0, 4.5, 6.8, 10.0]
+    assert max(pauses) == LONGEST_PAUSE
+    assert pauses[-3:] == [2.0] * 3
+
+
+@jumping
+async def test_all_are_probed_side_by_side() -> None:
+    """Replicas that hang hold up the probes of none, however many they are."""
+    names = [f"http://hung-{number}:1" for number in range(150)]
+    settings = Settings.load(None, {}, {"pools": [pool("policy", URL, *names)]})
+    fleet = Fleet(settings)
+    health = Health(settings, fleet)
+    with respx.mock(assert_all_called=False) as engines:
+        engines.get(f"{URL}/health").respond(200)
+        engines.get(f"{URL}/v1/models").respond(200, json={})
+        engines.route().mock(side_effect=Played((0, "slow")))
+        probing = asyncio.create_task(health.run())
+        async with asyncio.timeout(60):
+            await health.probed.wait()
+        assert asyncio.get_running_loop().time() < 11
+        states = [replica.state for replica in fleet.replicas]
+        assert states == ["up", *["down"] * 150]
+        probing.cancel()
+        await asyncio.gather(probing, return_exceptions=True)
+
+
+# --- who is probed
+
+
+class Asked:
+    """A worker's probes, counted."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.told = asyncio.Event()
+
+    async def __call__(self, seen: Seen, reply: Reply) -> None:
+        self.count += 1
+        self.told.set()
+        reply.json({"data": [{"id": MODEL, "object": "model"}]})
+
+    async def again(self, times: int = 3) -> None:
+        for _ in range(times):
+            self.told.clear()
+            await asyncio.wait_for(self.told.wait(), 5)
+
+
+async def removed_by_route(gate: Gate, one: FakeWorker, two: FakeWorker) -> None:
+    await gate.http.delete("/admin/pools/policy/replicas/policy-1")
+
+
+async def removed_by_reload(gate: Gate, one: FakeWorker, two: FakeWorker) -> None:
+    then = Settings.load(None, {}, {"pools": [pool("policy", one.url)]})
+    gate.gateway.changes.reload(gate.gateway.settings, then)
+
+
+@pytest.mark.parametrize("remove", [removed_by_route, removed_by_reload])
+async def test_a_replica_that_was_removed_is_probed_no_more(
+    remove: Callable[[Gate, FakeWorker, FakeWorker], Any],
+) -> None:
+    first, second = Asked(), Asked()
+    async with FakeWorker(probes=first) as one, FakeWorker(probes=second) as two:
+        async with gateway(pool("policy", one.url, two.url), health={"interval": 0.02}) as gate:
+            await second.again()
+            await remove(gate, one, two)
+            await first.again()
+            count = second.count
+            await first.again(5)
+            assert second.count == count
+
+
+async def test_a_replica_that_was_added_is_probed_at_once() -> None:
+    asked = Asked()
+    async with FakeWorker() as one, FakeWorker(probes=asked) as two:
+        async with gateway(pool("policy", one.url), health=UNWATCHED) as gate:
+            await gate.http.post("/admin/pools/policy/replicas", json={"name": "new", "url": two.url})
+            await asked.again(1)
+            await gate.until(lambda: gate.gateway.fleet.pools["policy"].replicas["new"].usable)
+
+
+async def test_each_probe_has_a_connection_of_its_own() -> None:
+    """A connection that was kept would not show that nobody listens any more, and may close as it is used."""
+    asked = Asked()
+    async with FakeWorker(probes=asked) as worker:
+        async with gateway(pool("policy", worker.url), health={"interval": 0.01}):
+            await asked.again(5)
+        assert worker.connections == asked.count
+
+
+# --- what requests say of a replica
+
+
+def find(gate: Gate, name: str = "policy-0") -> Replica:
+    return gate.gateway.fleet.pools["policy"].replicas[name]
+
+
+async def reset(seen: Seen, reply: Reply) -> None:
+    reply.reset()
+
+
+async def broken_stream(seen: Seen, reply: Reply) -> None:
+    reply.sse()
+    reply.chunk(delta("h"))
+    await reply.writer.drain()
+    reply.reset()
+
+
+async def server_error(seen: Seen, reply: Reply) -> None:
+    reply.json({"error": {"message": "broken"}}, status=500)
+
+
+BREAKING = [(reset, False), (reset, True), (broken_stream, True), (server_error, False)]
+
+
+@pytest.mark.parametrize(("script", "stream"), BREAKING)
+async def test_a_replica_that_passes_its_probes_and_breaks_requests_gets_none_but_trials(
+    script: Callable[[Seen, Reply], Any], stream: bool
+) -> None:
+    asked = Asked()
+    async with FakeWorker(script, probes=asked) as worker:
+        health = {"interval": 0.05, "breaks": 3}
+        async with gateway(pool("policy", worker.url), limits={"attempts": 1}, health=health) as gate:
+
+            async def ask() -> int:
+                async with Wire(gate.port) as wire:
+                    wire.post(CHAT, chat(stream=stream))
+                    status = await wire.head()
+                    await (wire.broken_body() if status == 200 else wire.body())
+                    return status
+
+            for _ in range(3):
+                await ask()
+            assert find(gate).state == "up"
+            sent, probed = len(worker.seen), asked.count
+            assert sent == 3
+            statuses = [await ask() for _ in range(20)]
+            refused_now = statuses.count(503)
+            assert refused_now > 10
+            assert len(worker.seen) - sent == 20 - refused_now <= asked.count - probed + 1
+            shown = (await gate.http.get("/readyz?pool=policy")).json()
+            state = shown["pools"]["policy"]["replicas"]["policy-0"]
+            assert (state["state"], state["breaker"]) == ("up", "open")
+            assert "3 requests in a row broke on it" in state["reason"]
+            worker.script = polite
+            await gate.until(lambda: find(gate).usable)
+            assert (await gate.http.post(CHAT, json=chat())).status_code == 200
+            assert [(await gate.http.post(CHAT, json=chat())).status_code for _ in range(10)] == [200] * 10
+            assert find(gate).usable
+
+
+async def test_a_closed_breaker_wakes_who_waits_for_its_home() -> None:
+    """At once, not at the next probe: that one hangs."""
+    silent, go = asyncio.Event(), asyncio.Event()
+    asked = Asked()
+
+    async def probes(seen: Seen, reply: Reply) -> None:
+        if silent.is_set():
+            await reply.gone()
+        else:
+            await asked(seen, reply)
+
+    async def held(seen: Seen, reply: Reply) -> None:
+        await go.wait()
+        reply.json(completion())
+
+    async with FakeWorker(reset, probes=probes) as worker:
+        rule = {"slack": "inf", "on_home_down": "wait"}
+        health = {"interval": 0.05, "timeout": 60, "breaks": 1}
+        settings = pool("policy", worker.url, routing=rule)
+        async with gateway(settings, limits={"attempts": 1}, health=health) as gate:
+            assert (await gate.http.post(CHAT, json=chat())).status_code == 502
+            worker.script = held
+            asking = [asyncio.create_task(gate.http.post(CHAT, json=chat(str(n)))) for n in range(5)]
+            await gate.until(lambda: gate.in_flight("policy-0") == 1)
+            silent.set()
+            go.set()
+            answers = await asyncio.wait_for(asyncio.gather(*asking), 5)
+            assert [answer.status_code for answer in answers] == [200] * 5
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 422, 429])
+async def test_refusals_never_count(status: int) -> None:
+    async def refuse(seen: Seen, reply: Reply) -> None:
+        reply.json({"error": {"message": "no"}}, status=status)
+
+    async with FakeWorker(refuse) as worker:
+        async with gateway(pool("policy", worker.url), health={"breaks": 1} | UNWATCHED) as gate:
+            for _ in range(10):
+                assert (await gate.http.post(CHAT, json=chat())).status_code == status
+            assert find(gate).usable
+
+
+async def test_an_overloaded_answer_counts_neither_way() -> None:
+    answers = iter([500, 503, 500])
+
+    async def overloaded(seen: Seen, reply: Reply) -> None:
+        reply.json({"error": {"message": "no"}}, status=next(answers))
+
+    async with FakeWorker(overloaded) as worker:
+        async with gateway(pool("policy", worker.url), health={"breaks": 2} | UNWATCHED) as gate:
+            for status in (500, 503):
+                assert (await gate.http.post(CHAT, json=chat())).status_code == status
+                assert find(gate).usable
+            await gate.http.post(CHAT, json=chat())
+            assert not find(gate).usable
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_clients_that_leave_never_count(stream: bool) -> None:
+    arrived = asyncio.Semaphore(0)
+
+    async def hold(seen: Seen, reply: Reply) -> None:
+        if stream:
+            reply.sse()
+            reply.chunk(delta("h"))
+        arrived.release()
+        await reply.gone()
+
+    async with FakeWorker(hold) as worker:
+        async with gateway(pool("policy", worker.url), health={"breaks": 1} | UNWATCHED) as gate:
+            for _ in range(5):
+                async with Wire(gate.port) as wire:
+                    wire.post(CHAT, chat(stream=stream))
+                    await arrived.acquire()
+                    if stream:
+                        await wire.head()
+                await gate.until(lambda: gate.in_flight("policy-0") == 0)
+            assert find(gate).usable
+
+
+async def test_a_refused_connection_takes_a_replica_out_at_once() -> None:
+    async with FakeWorker() as one, FakeWorker() as two:
+        async with gateway(pool("policy", one.url, two.url), health=UNWATCHED) as gate:
+            await one.stop()
+            answers = [await gate.http.post(CHAT, json=chat(str(n))) for n in range(10)]
+            assert [answer.status_code for answer in answers] == [200] * 10
+            assert sorted(answer.headers["x-detgate-attempts"] for answer in answers) == ["1"] * 9 + ["2"]
+            assert find(gate).state == "down"
+            assert "cannot connect" in find(gate).reason
+
+
+async def test_a_connection_that_takes_too_long_is_no_proof() -> None:
+    """A full backlog is a busy server: it counts as a break, and the breaker opens when it goes on."""
+    async with FakeWorker(backlog=1) as one, FakeWorker() as two:
+        health = {"breaks": 2} | UNWATCHED
+        async with gateway(pool("policy", one.url, two.url), health=health, timeouts={"connect": 0.1}) as gate:
+            one.deafen()
+            for broke in (1, 2):
+                while (await gate.http.post(CHAT, json=chat())).headers["x-detgate-attempts"] == "1":
+                    assert find(gate).usable
+                assert find(gate).state == "up"
+                assert find(gate).usable is (broke == 1)
+
+
+async def test_want_of_files_here_says_nothing_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with FakeWorker() as worker:
+        async with gateway(pool("policy", worker.url), health={"breaks": 1} | UNWATCHED) as gate:
+            first = await gate.http.post(CHAT, json=chat())
+            assert first.status_code == 200
+
+            async def connect(*_: object, **__: object) -> None:
+                raise OSError(errno.EMFILE, "Too many open files")
+
+            find(gate).connections.close()
+            with monkeypatch.context() as patch:
+                patch.setattr(asyncio.get_running_loop(), "create_connection", connect)
+                answer = await gate.http.post(CHAT, json=chat())
+            assert answer.status_code == 502
+            assert "Too many open files" in answer.json()["error"]["message"]
+            assert find(gate).usable
+
+
+# --- what is shown
+
+
+async def test_readiness_says_why_for_all_and_for_one_pool() -> None:
+    async with FakeWorker() as one, FakeWorker() as two:
+        pools = (pool("policy", one.url), pool("other", two.url, models=["other"]))
+        async with gateway(*pools) as gate:
+
+            async def ready(query: str = "") -> tuple[int, list[str]]:
+                answer = await gate.http.get(f"/readyz{query}")
+                return answer.status_code, answer.json()["why"]
+
+            assert await ready() == (200, [])
+            await one.stop()
+            await gate.until(lambda: find(gate).state == "down")
+            status, [why] = await ready()
+            assert status == 200, "the other pool serves"
+            assert why.startswith("policy: no replica is up. policy-0: ")
+            assert await ready("?pool=policy") == (503, [why])
+            assert await ready("?pool=other") == (200, [])
+            await gate.http.post("/admin/pools/other/replicas/other-0/drain")
+            status, whys = await ready()
+            assert (status, len(whys)) == (503, 2)
+            assert "other-0: draining" in whys[1]
+            assert (await gate.http.get("/readyz?pool=none")).status_code == 404
+            assert (await gate.http.get("/livez")).status_code == 200
+
+
+async def test_the_gauge_of_a_replica_follows_its_state() -> None:
+    async with (
+        FakeWorker() as worker,
+        gateway(pool("policy", worker.url), health={"successes": 1, "interval": 0.05}) as gate,
+    ):
+        labels = {"pool": "policy", "replica": "policy-0"}
+        assert await gate.gauge("detgate_replica_up", **labels) == 1
+        await worker.stop()
+        await gate.until(lambda: find(gate).state == "down")
+        assert await gate.gauge("detgate_replica_up", **labels) == 0
+        async with FakeWorker(port=worker.port):
+            await gate.until(lambda: find(gate).usable)
+            assert await gate.gauge("detgate_replica_up", **labels) == 1
+
+
+async def test_determinism_tells_each_replicas_state_and_reason() -> None:
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
+        told = (await gate.http.get("/determinism")).json()["pools"]["policy"]["replicas"]["policy-0"]
+        assert (told["state"], told["reason"]) == ("up", "answers its probe")
