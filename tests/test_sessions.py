@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from gateway import schemes
 from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, chat, completion, gateway, polite, pool
+from tests.test_runs import serving
 
 CHAT = "/v1/chat/completions"
 UUID = "2f1b3c4d-5e6f-4a1b-8c2d-9e0f1a2b3c4d"
@@ -618,3 +620,25 @@ async def test_the_description_of_the_api_has_these_routes() -> None:
         assert "get" in described["/sessions/{session_id}/requests"]
         body = described["/sessions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert body["required"] == ["identity"]
+
+
+async def test_kill_9_after_the_answer_loses_no_session(tmp_path: Path) -> None:
+    async with FakeWorker() as worker:
+        process, url = await serving(tmp_path, worker.url)
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            told = (await http.post("/sessions", json={"identity": "a", "seed": 7})).json()
+            over = (await http.post("/sessions", json={"identity": "b"})).json()
+            await http.delete("/sessions/b")
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        process, url = await serving(tmp_path, worker.url)
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            answer = await http.post(CHAT, json=chat(), headers=bearer(told["api_key"]))
+            assert said(answer) == ("a:0", v1("a", 0, 7))
+            assert refused(await http.post(CHAT, json=chat(), headers=bearer(over["api_key"]))) == (
+                410,
+                "session_ended",
+            )
+            assert (await http.post("/sessions", json={"identity": "a"})).json()["session_id"] == "a-1"
+        process.terminate()
+        assert await process.wait() == 0
