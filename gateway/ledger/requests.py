@@ -2,14 +2,14 @@
 
 A request has an *opened* record for each time that its index was claimed, and a *closed* one for each claim that is
 over. They become one object: the last claim, and how it ended; of several ends the delivered one. While the ledger is
-read only where each record stands is kept, so a run may be longer than memory is large.
+read only where each record stands is kept, some 600 bytes a request.
 """
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +82,7 @@ class Requests:
 
     def canonical(self) -> list[Key]:
         """All of them, in canonical order."""
-        return sorted(self._entries, key=self._canonical)
+        return _sorted(self._entries, self._canonical)
 
     def submitted(self) -> list[Key]:
         """Those of all sessions that were submitted before the first that has an open request, in that order."""
@@ -90,7 +90,7 @@ class Requests:
             (self._submitted(key.session) for key, entry in self._entries.items() if entry.open), default=None
         )
         found = [key for key in self._entries if frontier is None or self._submitted(key.session) < frontier]
-        return sorted(found, key=self._by_submission)
+        return _sorted(found, self._by_submission)
 
     def after(self, keys: Sequence[Key], last: Key, *, live: bool) -> Sequence[Key]:
         """What follows `last` in `keys`, whose order is that of `submitted` if `live`, else `canonical`.
@@ -181,6 +181,15 @@ class Requests:
 
 _UNKNOWN: dict[str, Any] = {"outcome": None}
 """The end of a request that is not over."""
+
+
+def _sorted(keys: Iterable[Key], rank: Callable[[Key], Rank]) -> list[Key]:
+    """The keys in the order of their ranks; one rank is asked for all of a session's that differ in the index alone."""
+    kin: dict[tuple[str, str], list[Key]] = {}
+    for key in keys:
+        kin.setdefault((key.session, key.identity), []).append(key)
+    parts = sorted(kin.values(), key=lambda part: rank(part[0]))
+    return [key for part in parts for key in sorted(part, key=lambda key: key.index)]
 
 
 def _at(segments: list[int], span: Span) -> dict[str, Any]:
