@@ -49,7 +49,7 @@ class Changes:
 
     def _match(self, pool: Pool, wanted: dict[str, ReplicaSettings]) -> None:
         for name, replica in list(pool.replicas.items()):
-            if name not in wanted or wanted[name].url != replica.url:
+            if wanted.get(name) != replica.settings:
                 self.remove(pool, name)
         for name, settings in wanted.items():
             if name not in pool.replicas:

@@ -27,6 +27,7 @@ class Replica:
     """One inference server. `load` is this gateway's own count of what is on its way to it and in it."""
 
     def __init__(self, settings: ReplicaSettings, pool: PoolSettings, everything: Settings) -> None:
+        self.settings = settings
         self.name = settings.name
         self.url = settings.url
         self.pool = pool.name

@@ -111,12 +111,15 @@ class Server(uvicorn.Server):
         return port
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse new requests with 503 while those under way end, for a bounded time; then stop listening."""
+        """Refuse new requests with 503 while those under way end, for a bounded time; then stop listening.
+
+        CTRL-C waits for nothing.
+        """
         pipeline = self.gateway.pipeline
         pipeline.drain()
         try:
             async with asyncio.timeout(self.gateway.settings.timeouts.drain):
-                while not (pipeline.drained.is_set() or self.force_exit):
+                while not (pipeline.drained.is_set() or signal.SIGINT in self._captured_signals):
                     with suppress(TimeoutError):
                         await asyncio.wait_for(pipeline.drained.wait(), 0.1)
         except TimeoutError:

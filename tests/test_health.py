@@ -282,25 +282,17 @@ async def test_a_replica_that_is_down_at_start_joins_later() -> None:
     assert pauses[-3:] == [2.0] * 3
 
 
-@jumping
-async def test_all_are_probed_side_by_side() -> None:
-    """Replicas that hang hold up the probes of none, however many they are."""
-    names = [f"http://hung-{number}:1" for number in range(150)]
-    settings = Settings.load(None, {}, {"pools": [pool("policy", URL, *names)]})
-    fleet = Fleet(settings)
-    health = Health(settings, fleet)
-    with respx.mock(assert_all_called=False) as engines:
-        engines.get(f"{URL}/health").respond(200)
-        engines.get(f"{URL}/v1/models").respond(200, json={})
-        engines.route().mock(side_effect=Played((0, "slow")))
-        probing = asyncio.create_task(health.run())
-        async with asyncio.timeout(60):
-            await health.probed.wait()
-        assert asyncio.get_running_loop().time() < 11
-        states = [replica.state for replica in fleet.replicas]
-        assert states == ["up", *["down"] * 150]
-        probing.cancel()
-        await asyncio.gather(probing, return_exceptions=True)
+async def test_replicas_that_hang_hold_up_the_probes_of_none() -> None:
+    """However many they are."""
+
+    async def hang(seen: Seen, reply: Reply) -> None:
+        await reply.gone()
+
+    async with FakeWorker(probes=hang) as hung, FakeWorker() as worker:
+        pools = pool("hung", *[hung.url] * 120), pool("policy", worker.url)
+        async with gateway(*pools, health={"interval": 3600.0, "timeout": 1.0}) as gate:
+            states = [replica.state for replica in gate.gateway.fleet.replicas]
+            assert states == [*["down"] * 120, "up"]
 
 
 # --- who is probed

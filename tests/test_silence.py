@@ -148,16 +148,16 @@ async def test_the_head_of_a_stream_is_no_first_byte(route: Route) -> None:
     """However late it comes: the time runs from the sending."""
 
     async def script(seen: Seen, reply: Reply) -> None:
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(0.4)
         reply.sse()
         await reply.gone()
 
     async with FakeWorker(script) as worker:
-        async with gateway(route.pool(worker.url), timeouts={"first_byte": 0.4}) as gate, Wire(gate.port) as wire:
+        async with gateway(route.pool(worker.url), timeouts={"first_byte": 0.6}) as gate, Wire(gate.port) as wire:
             since = asyncio.get_running_loop().time()
             wire.post(route.path, route.body(stream=True))
             assert (await error(wire))[0] == 504
-            assert asyncio.get_running_loop().time() - since < 0.6
+            assert asyncio.get_running_loop().time() - since < 0.95
 
 
 @over(SAMPLING)
@@ -195,7 +195,7 @@ async def test_a_stream_that_goes_on_is_not_cut_however_long_it_is() -> None:
         reply.end()
 
     async with FakeWorker(script) as worker:
-        async with gateway(CHAT.pool(worker.url), timeouts={"idle": 0.3, "first_byte": 0.3}) as gate:
+        async with gateway(CHAT.pool(worker.url), timeouts={"idle": 0.6, "first_byte": 0.6}) as gate:
             answer = await gate.http.post(CHAT.path, json=CHAT.body(stream=True))
             assert answer.content == b"".join(CHAT.events)
 
@@ -255,17 +255,17 @@ async def test_waiting_for_a_turn_is_no_silence() -> None:
         reply.sse()
         while not go.is_set():
             reply.chunk(": alive\n\n")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.02)
         for event in CHAT.events:
             reply.chunk(event)
         reply.end()
 
     async with FakeWorker(script) as worker:
         settings = CHAT.pool(worker.url, lane={"scope": "replica", "limit": 1})
-        async with gateway(settings, timeouts={"first_byte": 0.2, "idle": 0.2}) as gate:
+        async with gateway(settings, timeouts={"first_byte": 0.5, "idle": 0.5}) as gate:
             body = CHAT.body(stream=True)
             asking = [asyncio.create_task(gate.http.post(f"/sessions/{n}{CHAT.path}", json=body)) for n in range(2)]
             await gate.until(lambda: gate.gateway.fleet.pools["generate"].lanes.waiting == 1)
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(1.0)
             go.set()
             assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200, 200]
