@@ -232,41 +232,42 @@ class Sessions:
 
     def _made(self, run: str, wanted: Wanted) -> list[Session]:
         size = wanted.group_size
-        identities = [wanted.identity] if size is None else [f"{wanted.identity}:{m}" for m in range(size)]
-        first = max(self._ordinals.get((run, identity), 0) for identity in identities)
-        ordinal = next(
-            k
-            for k in count(first)
-            if (size is None or (run, _numbered(wanted.identity, k)) not in self._groups)
-            and not any(self._taken(run, _numbered(identity, k)) for identity in identities)
-        )
-        group = Group(run, _numbered(wanted.identity, ordinal), wanted.identity, size) if size is not None else None
-        for identity in identities:
-            _check(_numbered(identity, ordinal))
-        return [
-            Session(
-                Known(
-                    run,
-                    _numbered(identity, ordinal),
-                    identity,
-                    ordinal,
-                    wanted.index_order,
-                    wanted.seed,
-                    None if group is None else group.id,
-                    None if group is None else member,
-                ),
-                None,
-                wanted.order,
-                group,
+        identities = [wanted.identity] if size is None else [f"{wanted.identity}:{member}" for member in range(size)]
+        ordinal = self._ordinal(run, identities, None if size is None else wanted.identity)
+        group = None
+        if size is not None:
+            group = Group(run, _numbered(wanted.identity, ordinal), wanted.identity, size)
+        made = []
+        for member, identity in enumerate(identities):
+            known = Known(
+                run=run,
+                session=_numbered(identity, ordinal),
+                identity=identity,
+                ordinal=ordinal,
+                order=wanted.index_order,
+                seed=wanted.seed,
+                group=None if group is None else group.id,
+                member=None if group is None else member,
             )
-            for member, identity in enumerate(identities)
-        ]
+            _check(known.session)
+            made.append(Session(known, None, wanted.order, group))
+        return made
+
+    def _ordinal(self, run: str, identities: list[str], group: str | None) -> int:
+        """The first ordinal with which the next sessions of these identities, and their group, have ids of their own."""
+        first = max(self._ordinals.get((run, identity), 0) for identity in identities)
+        return next(
+            ordinal
+            for ordinal in count(first)
+            if (group is None or (run, _numbered(group, ordinal)) not in self._groups)
+            and not any(self._taken(run, _numbered(identity, ordinal)) for identity in identities)
+        )
 
     def _taken(self, run: str, session: str) -> bool:
         return (run, session) in self._sessions or self._store.knows(run, session)
 
     def _take(self, session: Session) -> None:
-        """Know a session from now on. One of the same id that was never finished gives way."""
+        """Know a session from now on."""
         known, group = session.known, session.group
         self._sessions[session.place] = session
         if session.key is not None:
@@ -416,9 +417,15 @@ def _ended(session: Session, why: str | None) -> dict[str, Any]:
 
 def _restored(run: str, record: dict[str, Any]) -> Session:
     """The session that a record tells of; its group is put together later."""
-    name, identity = record["session"], record["identity"]
     known = Known(
-        run, name, identity, record["ordinal"], record["index_order"], record["seed"], record["group"], record["member"]
+        run=run,
+        session=record["session"],
+        identity=record["identity"],
+        ordinal=record["ordinal"],
+        order=record["index_order"],
+        seed=record["seed"],
+        group=record["group"],
+        member=record["member"],
     )
     group = None
     if record["group"] is not None:
