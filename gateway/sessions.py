@@ -254,7 +254,7 @@ class Sessions:
         return made
 
     def _ordinal(self, run: str, identities: list[str], group: str | None) -> int:
-        """The first ordinal with which the next sessions of these identities, and their group, have ids of their own."""
+        """The first ordinal that gives the next sessions of these identities, and their group, ids that are free."""
         first = max(self._ordinals.get((run, identity), 0) for identity in identities)
         return next(
             ordinal

@@ -237,9 +237,11 @@ async def test_a_session_with_an_open_request_is_not_idle() -> None:
         reply.json(completion())
 
     async with FakeWorker(held) as worker:
-        async with gateway(pool("policy", worker.url), sessions={"idle_seconds": 0.2}) as gate:
-            busy, idle = await create(gate, "busy"), await create(gate, "idle")
+        async with gateway(pool("policy", worker.url), sessions={"idle_seconds": 1.0}) as gate:
+            busy = await create(gate, "busy")
             running = asyncio.create_task(ask(gate, busy["api_key"]))
+            await gate.until(lambda: gate.in_flight("policy-0") == 1)
+            idle = await create(gate, "idle")
             await gate.until(lambda: gate.gateway.sessions.live == 1)
             states = [(await gate.http.get(f"/sessions/{name}")).json() for name in ("busy", "idle")]
             assert [(state["state"], state["open_requests"]) for state in states] == [("open", 1), ("failed", 0)]
