@@ -407,6 +407,8 @@ class FakeWorker:
         self.connections = 0
         self.running = 0
         """Requests that the script has not left yet."""
+        self.expired = 0
+        """Connections that it closed because they were idle for `keep_alive`."""
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -454,15 +456,19 @@ class FakeWorker:
         try:
             while await self._one(reader, writer, number):
                 pass
-        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
             self._tasks.discard(task)
             writer.close()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> bool:
-        async with asyncio.timeout(self.keep_alive):
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        try:
+            async with asyncio.timeout(self.keep_alive):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        except TimeoutError:
+            self.expired += 1
+            return False
         first, *lines = head[:-4].split("\r\n")
         method, target, _ = first.split(" ")
         headers = _fields(lines)

@@ -280,10 +280,13 @@ async def test_a_client_that_leaves_while_the_gateway_connects(route: Route, car
         gateway(route.pool(worker.url), carrier=carrier, health={"interval": 60}) as gate,
     ):
         worker.deafen()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await asyncio.open_connection("127.0.0.1", worker.port)
         async with Wire(gate.port) as wire:
             wire.post(route.path, route.body())
             await gate.until(lambda: gate.in_flight("generate-0") == 1)
-        await gate.until(lambda: gate.in_flight("generate-0") == 0)
+        await gate.until(lambda: gate.in_flight("generate-0") == 0, SOON)
         assert worker.seen == []
 
 

@@ -368,12 +368,14 @@ async def test_one_seed_for_a_whole_group_is_noticed(route: Route, action: str) 
         gateway(route.pool(worker.url), guards={"shared_seed": action}) as gate,
     ):
         group = (await gate.http.post("/sessions", json={"identity": "17", "group_size": 3})).json()
-        members = [session["session_id"] for session in group["sessions"]]
 
         async def ask(seed: int, temperature: float) -> list[int]:
-            paths = [f"/sessions/{member}{route.path}" for member in members]
-            answers = [await gate.http.post(path, json=body(seed, temperature)) for path in paths]
-            return [answer.status_code for answer in answers]
+            statuses = []
+            for member in group["sessions"]:
+                headers = {"authorization": f"Bearer {member['api_key']}"}
+                answer = await gate.http.post(route.path, json=body(seed, temperature), headers=headers)
+                statuses.append(answer.status_code)
+            return statuses
 
         assert await ask(5, 0.0) == [200, 200, 200]
         with pytest.raises(KeyError):
