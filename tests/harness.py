@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -24,7 +25,7 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.assembly import Gateway
-from gateway.carriers.asgi import Application
+from gateway.carriers.asgi import Application, DataPlane, Receive, Send
 from gateway.serve import Server
 from gateway.settings import Settings
 from gateway.tasks import start, stop
@@ -97,6 +98,19 @@ class Gate:
             await asyncio.sleep(0.005)
 
 
+class _Gateway(Gateway):
+    """The real gateway. Its control plane is built when it is first asked: most tests never do."""
+
+    @property
+    def application(self) -> Application:
+        whole = cache(lambda: Gateway.application.__get__(self))
+
+        async def rest(scope: Any, receive: Receive, send: Send) -> None:
+            await whole()(scope, receive, send)
+
+        return DataPlane(self, rest)
+
+
 class _Server(Server):
     """The real server, without its hold on the process's signals."""
 
@@ -138,10 +152,10 @@ async def gateway(
         given = {
             "pools": list(pools),
             "ledger": {"path": folder},
-            "health": {"interval": 0.05, "timeout": 1.0},
+            "health": {"interval": 0.05, "timeout": 5.0},
             "port": 0,
         } | settings
-        made = Gateway(Settings.load(None, {}, given), resume=resume)
+        made = _Gateway(Settings.load(None, {}, given), resume=resume)
         listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         port = listener.getsockname()[1]
         server = _Server(made, listener, carrier)

@@ -49,6 +49,7 @@ async def held(
 ) -> AsyncIterator[tuple[Held, Gate]]:
     script = Held(begin)
     async with (
+        asyncio.timeout(20),
         FakeWorker(script) as worker,
         gateway(route.pool(worker.url), carrier=carrier, timeouts={"settle": 0.2}, **more) as gate,
     ):
