@@ -82,7 +82,7 @@ class Vllm(Dialect):
         return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
 
     def message(self, content: str | None, calls: list[Object]) -> Object:
-        message: Object = {"role": "assistant", "content": content, "refusal": None, "annotations": None}
+        message: Object = {"role": "assistant", "content": content or "", "refusal": None, "annotations": None}
         message |= {"audio": None, "function_call": None}
         if calls:
             message["tool_calls"] = calls

@@ -73,7 +73,7 @@ def request(capture: Capture) -> str | None:
     body = capture.request
     if body is None or isinstance(body, str):
         return body
-    if capture.engine == "sglang" and "tools" in body:
+    if "tools" in body:
         body = {**body, "max_tokens": 300}
     elif "error" not in capture.name:
         body = {**body, "ignore_eos": True}
