@@ -130,9 +130,9 @@ class _Chunks:
         delta = self._dialect.tool_delta(self._arguments(place, piece, self._tool))
         if apart or piece.finish is None or piece.finish.reason != "stop":
             return [*opening, data(self._chunk(place, delta, shown, tail), tokens=1, tail=last)]
-        told = Piece(piece.token, piece.text, piece.logprob, piece.top)
+        unended = Piece(piece.token, piece.text, piece.logprob, piece.top)
         ending = self._chunk(place, {}, Piece(None, "", finish=piece.finish), tail)
-        return [*opening, data(self._chunk(place, delta, told, {}), tokens=1), data(ending, tail=last)]
+        return [*opening, data(self._chunk(place, delta, unended, {}), tokens=1), data(ending, tail=last)]
 
     def _call(self, place: int, tool: Tool) -> Event:
         delta = self._dialect.tool_delta("", id=self._dialect.call_id(), name=tool.name)
