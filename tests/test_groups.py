@@ -73,6 +73,8 @@ async def test_a_group_is_made_of_sessions_with_a_member_each() -> None:
         again = await create(gate, "17", group_size=3)
         assert again["group_id"] == "17-1"
         assert [each["session_id"] for each in again["sessions"]] == ["17:0-1", "17:1-1", "17:2-1"]
+        await create(gate, "a-1", group_size=1)
+        assert [(await create(gate, "a", group_size=1))["group_id"] for _ in range(2)] == ["a", "a-2"]
 
 
 async def test_a_group_tells_how_its_members_stand_and_why_it_is_rejected() -> None:

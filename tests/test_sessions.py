@@ -218,6 +218,26 @@ async def test_live_sessions_are_bounded_and_ended_ones_make_room() -> None:
         assert len(held._sessions) == len(held._by_key) == held.live + len(held._ended)
 
 
+async def test_an_id_is_given_once_although_its_session_is_long_forgotten() -> None:
+    async with gate_of(limits={"sessions": 2}) as (_, gate):
+        for name in ("a", "b", "c", "d"):
+            await create(gate, name)
+            await gate.http.delete(f"/sessions/{name}")
+        assert refused(await gate.http.get("/sessions/a")) == (404, "session_not_found")
+        assert (await create(gate, "a"))["session_id"] == "a-1"
+
+
+async def test_any_request_keeps_a_session_from_being_idle() -> None:
+    async with gate_of() as (_, gate):
+        keys = [(await create(gate, name))["api_key"] for name in ("a", "b")]
+        idle = gate.gateway.sessions._idle
+        assert [session.known.session for session in idle] == ["a", "b"]
+        await gate.http.get("/v1/models", headers=bearer(keys[0]))
+        assert [session.known.session for session in idle] == ["b", "a"]
+        await ask(gate, keys[1])
+        assert [session.known.session for session in idle] == ["a", "b"]
+
+
 async def test_what_is_idle_for_too_long_has_failed() -> None:
     async with gate_of(sessions={"idle_seconds": 0.3}) as (_, gate):
         key = (await create(gate, "a"))["api_key"]
