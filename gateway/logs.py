@@ -10,6 +10,15 @@ import structlog
 from gateway.settings import Log
 
 
+class _StandardError:
+    """Writes lines to whatever standard error is at that moment."""
+
+    def msg(self, message: str) -> None:
+        print(message, file=sys.stderr, flush=True)
+
+    debug = info = warning = error = exception = critical = msg
+
+
 def configure(settings: Log) -> None:
     """Set up structlog and the standard library's loggers as the configuration says."""
     people = settings.format == "console" or (settings.format == "auto" and sys.stderr.isatty())
@@ -26,7 +35,7 @@ def configure(settings: Log) -> None:
     structlog.configure(
         processors=[*shared, last],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: _StandardError(),
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)

@@ -354,8 +354,9 @@ def _lenient(raw: bytes) -> Any:
 
 
 def _tree(edits: Sequence[Edit]) -> _Tree:
+    """The edits by where they belong. What is set stands in the order in which it was, whatever else is done."""
     tree: _Tree = {}
-    for edit in edits:
+    for edit in sorted(edits, key=_sets_nothing):
         node = tree
         *parents, name = edit.path
         for parent in parents:
@@ -367,6 +368,10 @@ def _tree(edits: Sequence[Edit]) -> _Tree:
             raise ValueError(f"two edits touch {edit.path}")
         node[name] = edit
     return tree
+
+
+def _sets_nothing(edit: Edit) -> bool:
+    return not isinstance(edit, Set)
 
 
 def _literal(edit: Edit | _Tree) -> bytes | None:

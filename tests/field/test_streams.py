@@ -166,7 +166,9 @@ async def ask_responses(client: openai.AsyncOpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("route", "ask"), [(CHAT, ask_chat), (COMPLETIONS, ask_completions), (RESPONSES, ask_responses)], ids=str
+    ("route", "ask"),
+    [(CHAT, ask_chat), (COMPLETIONS, ask_completions), (RESPONSES, ask_responses)],
+    ids=["chat", "completions", "responses"],
 )
 async def test_the_openai_sdk_is_told_that_a_stream_broke(route: Route, ask: Any) -> None:
     """The SDK, which takes any clean end for a whole answer, raises the gateway's message (litellm#32159)."""
