@@ -6,7 +6,7 @@ ARGS ?=
 PYTEST_ARGS ?= -n auto
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint lock vectors sim-routing test-vllm test-sglang clean
+.PHONY: help run test lint lock vectors sim-routing test-vllm test-sglang test-streams clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -33,7 +33,10 @@ test-vllm: $(VENV)/dev.stamp ## against real vLLM servers on the CPU, which it i
 	$(BIN)/python -m pytest tests/engines/test_vllm.py --timeout 1800 $(ARGS)
 
 test-sglang: $(VENV)/dev.stamp ## against real SGLang servers on the CPU, which it installs and starts
-	$(BIN)/python -m pytest tests/engines/test_sglang.py --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest tests/engines/test_sglang.py tests/engines/test_gateway_sglang.py --timeout 1800 $(ARGS)
+
+test-streams: $(VENV)/dev.stamp ## 2,000 streams through one process while it says that it lives
+	STREAMS=2000 $(BIN)/python -m pytest tests/test_capacity.py -s $(ARGS)
 
 COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --strip-extras \
 	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' $(ARGS)

@@ -42,7 +42,7 @@ class Health:
 
     async def run(self) -> None:
         """Probe for ever."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        limits = httpx.Limits(max_keepalive_connections=0)
         async with httpx.AsyncClient(timeout=self._settings.timeout, limits=limits, verify=trust()) as http:
             self._http = http
             self.sync()

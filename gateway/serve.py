@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import resource
 import signal
 import socket
 import sys
@@ -31,9 +33,17 @@ def run(settings: Settings, load: Callable[[], Settings], *, resume: bool = Fals
     configure(settings.log)
     for line in settings.warnings():
         log.warning(line)
+    _allow_files()
     loop_factory = uvicorn.Config("", loop="uvloop").get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(_serve(settings, load, resume, new_run))
+
+
+def _allow_files() -> None:
+    """Take as many open files as the system lets this process have: each request under way needs two."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _serve(settings: Settings, load: Callable[[], Settings], resume: bool, new_run: bool) -> None:
@@ -44,7 +54,11 @@ async def _serve(settings: Settings, load: Callable[[], Settings], resume: bool,
         log.error("not ready: the run began with other settings", run=own.name, keys=own.differs)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, gateway, load)
     async with gateway.running():
-        await Server(gateway).listen()
+        server = Server(gateway)
+        # What stands now stays: the collector need not walk it again at each of its rounds, under load.
+        gc.collect()
+        gc.freeze()
+        await server.listen()
 
 
 def _reload(gateway: Gateway, load: Callable[[], Settings]) -> None:

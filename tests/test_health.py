@@ -477,6 +477,58 @@ async def test_an_overloaded_answer_counts_neither_way() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_a_whole_answer_between_breaks_starts_the_count_anew(stream: bool) -> None:
+    begun = asyncio.Event()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        if len(worker.seen) % 2:
+            await (broken_stream if stream else reset)(seen, reply)
+        elif stream:
+            reply.sse()
+            reply.chunk(delta("h"))
+            await begun.wait()
+            begun.clear()
+            reply.chunk(delta("", "stop"))
+            reply.end()
+        else:
+            reply.json(completion())
+
+    async with FakeWorker(script) as worker:
+        health = {"breaks": 2} | UNWATCHED
+        async with gateway(pool("policy", worker.url), limits={"attempts": 1}, health=health) as gate:
+            for _ in range(10):
+                async with Wire(gate.port) as wire:
+                    wire.post(CHAT, chat(stream=stream))
+                    status = await wire.head()
+                    if stream and len(worker.seen) % 2:
+                        await wire.broken_body()
+                    else:
+                        begun.set()
+                        await wire.body()
+                    assert stream or status == (502 if len(worker.seen) % 2 else 200)
+                assert find(gate).usable
+            assert len(worker.seen) == 10
+
+
+async def test_a_stream_that_its_client_aborts_by_its_id_does_not_count() -> None:
+    async def hold(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        reply.chunk(delta("h"))
+        await reply.gone()
+
+    async with FakeWorker(hold) as worker:
+        async with (
+            gateway(pool("policy", worker.url), health={"breaks": 1} | UNWATCHED) as gate,
+            Wire(gate.port) as wire,
+        ):
+            wire.post(CHAT, chat(stream=True, request_id="mine"))
+            assert await wire.head() == 200
+            await gate.http.post("/abort_request", json={"rid": "mine"})
+            assert b"aborted by its client" in await wire.broken_body()
+            assert find(gate).usable
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_clients_that_leave_never_count(stream: bool) -> None:
     arrived = asyncio.Semaphore(0)
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+from gateway.sending import Dispatcher, Sending
+from gateway.settings import Timeouts
+from gateway.silence import Silence
+from gateway.upstream import Connections
 from tests.field import clock
 from tests.field.routes import CHAT, EVERY, SAMPLING, Route, over
 from tests.harness import FakeWorker, Gate, Reply, Seen, Wire, gateway
@@ -222,6 +227,30 @@ async def test_a_slow_reader_is_not_taken_for_a_silent_replica() -> None:
                 await gate.until(lambda: sending.exchange.paused)
                 await asyncio.sleep(0.6)
                 assert await wire.body() == chunk * 200 + b"".join(CHAT.events)
+
+
+def test_after_a_pause_silence_is_counted_anew() -> None:
+    async def main() -> None:
+        quiet = Quiet(CHAT, begin=True)
+        async with quiet.worker() as worker:
+            await asyncio.sleep(1)
+            connections = Connections(worker.url)
+            exchange = await connections.send(b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n", b"")
+            await exchange.begun()
+            sending = cast(Sending, SimpleNamespace(sent=exchange, replica=SimpleNamespace(state="up")))
+            silence = Silence(Timeouts(idle=50.0), cast(Dispatcher, None))
+            loop = asyncio.get_running_loop()
+            exchange.pause()
+            await asyncio.sleep(100)
+            exchange.resume()
+            await asyncio.sleep(40)
+            silence.look(sending, loop.time())
+            assert exchange.alive
+            await asyncio.sleep(20)
+            silence.look(sending, loop.time())
+            assert not exchange.alive
+
+    clock.run(main())
 
 
 def test_the_default_settings_cut_nothing() -> None:
