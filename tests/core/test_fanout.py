@@ -315,9 +315,7 @@ SCORING = [
 def test_each_input_alone(handling: Handling, body: str, expected: list[object]) -> None:
     calls = fanout.calls(handling, Document(body.encode()), (), split_inputs=True)
     assert [json.loads(sent(call)) for call in calls] == expected
-    assert [(call.sample, call.prompt, call.seed) for call in calls] == [
-        (i, i, None) for i in range(len(calls))
-    ]
+    assert [(call.sample, call.prompt, call.seed) for call in calls] == [(i, i, None) for i in range(len(calls))]
 
 
 @pytest.mark.parametrize("top", ["-1", "1.5", '"2"', "true"])

@@ -67,9 +67,7 @@ LISTED = [
 
 
 @pytest.mark.parametrize(("engine", "name", "field", "counts"), LISTED)
-def test_the_engines_own_answer_to_a_list(
-    engine: str, name: str, field: str, counts: list[tuple[int, int]]
-) -> None:
+def test_the_engines_own_answer_to_a_list(engine: str, name: str, field: str, counts: list[tuple[int, int]]) -> None:
     capture = captures.load(engine, name)
     rule, document, calls = asked(engine, capture.path, capture.request)
     bodies = [dumped(part) for part in parts(engine, name, field, counts)]
@@ -119,10 +117,7 @@ def test_native_lists(name: str) -> None:
     rule, document, calls = asked("sglang", capture.path, capture.request)
     elements = Document(b'{"a":' + capture.body + b"}").elements(("a",)) or []
     assert len(calls) == len(elements)
-    assert (
-        merge(rule, document, calls, [element + b"\n" for element in elements]).replace(b"\n", b"")
-        == capture.body
-    )
+    assert merge(rule, document, calls, [element + b"\n" for element in elements]).replace(b"\n", b"") == capture.body
     # A child that was sent as a list of one answers a list of one.
     assert merge(rule, document, calls, [b" [" + element + b"]" for element in elements]) == capture.body
 
@@ -172,9 +167,7 @@ def test_equal_scores_stay_in_the_order_of_the_documents() -> None:
     assert [result["index"] for result in json.loads(merge(rule, document, calls, bodies))] == [1, 0, 2]
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"7", b'{"choices":7}', b'{"error":"x"}', b'{"choices":[7]}']
-)
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b'{"choices":7}', b'{"error":"x"}', b'{"choices":[7]}'])
 def test_a_body_of_another_shape_fails_the_request(body: bytes) -> None:
     rule, document, calls = asked("sglang", "/v1/chat/completions", {"messages": [], "n": 2})
     good = b'{"choices":[{"index":0}]}'
@@ -260,9 +253,7 @@ def test_streams_byte_by_byte(engine: str, name: str) -> None:
     rule, document, calls, streams = separated(engine, name)
     queues = [b"".join(stream) for stream in streams]
     longest = max(map(len, queues))
-    pieces = [
-        (i, queue[at : at + 1]) for at in range(longest) for i, queue in enumerate(queues) if at < len(queue)
-    ]
+    pieces = [(i, queue[at : at + 1]) for at in range(longest) for i, queue in enumerate(queues) if at < len(queue)]
     check(engine, name, calls, joined(StreamMerger(rule, document, calls), pieces, len(calls)))
 
 
@@ -284,9 +275,7 @@ def check(engine: str, name: str, calls: list[Call], merged: bytes) -> None:
         last = events.pop()
         assert last["choices"] == []
         assert last["usage"]["completion_tokens"] == len(calls)
-        assert last["usage"]["prompt_tokens"] == sum(
-            10 + prompt for prompt in {call.prompt for call in calls}
-        )
+        assert last["usage"]["prompt_tokens"] == sum(10 + prompt for prompt in {call.prompt for call in calls})
         assert last["usage"]["total_tokens"] == last["usage"]["prompt_tokens"] + len(calls)
         events.append({"id": last["id"]})
     ids = {event["id"] for event in events if "id" in event}
@@ -333,9 +322,7 @@ def test_only_index_and_id_are_the_gateways() -> None:
     event = b'data: { "id" : "b", "x":1e-7 ,"choices":[ {"logprob":-0.10, "index": 0} ]}\n\n'
     merger = two()
     assert merger.feed(0, chunk("a", "a")) == chunk("a", "a")
-    assert merger.feed(1, event) == (
-        b'data: { "id" : "a", "x":1e-7 ,"choices":[{"logprob":-0.10, "index": 1}]}\n\n'
-    )
+    assert merger.feed(1, event) == (b'data: { "id" : "a", "x":1e-7 ,"choices":[{"logprob":-0.10, "index": 1}]}\n\n')
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,7 @@ def test_a_stream_that_breaks_says_so_in_its_own_shape(api: Api) -> None:
 
 def test_stream_errors_by_name() -> None:
     assert stream_error(FAULT, "openai") == b"data: " + error_body(FAULT, "openai") + b"\n\n"
-    assert (
-        stream_error(FAULT, "anthropic") == b"event: error\ndata: " + error_body(FAULT, "anthropic") + b"\n\n"
-    )
+    assert stream_error(FAULT, "anthropic") == b"event: error\ndata: " + error_body(FAULT, "anthropic") + b"\n\n"
     head, data = stream_error(FAULT, "responses", 5).strip().split(b"\ndata: ")
     assert head == b"event: error"
     assert json.loads(data) == {

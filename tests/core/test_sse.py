@@ -87,9 +87,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("engine", "whole", "stream"), PAIRS)
-def test_a_real_stream_and_the_same_answer_whole_have_one_content(
-    engine: str, whole: str, stream: str
-) -> None:
+def test_a_real_stream_and_the_same_answer_whole_have_one_content(engine: str, whole: str, stream: str) -> None:
     answer, streamed = captures.load(engine, whole), captures.load(engine, stream)
     first = observe(answer.body, api_of(answer.path), "sample")
     second = watched([streamed.body], api_of(streamed.path))
@@ -342,9 +340,7 @@ def test_what_is_kept_of_a_long_event_is_bounded() -> None:
     assert splitter.empty
 
 
-@pytest.mark.parametrize(
-    "garbage", [b"data: {\n\n", b"data: 7\n\n", b'data: {"choices":7}\n\n', b"data: [1]\n\n"]
-)
+@pytest.mark.parametrize("garbage", [b"data: {\n\n", b"data: 7\n\n", b'data: {"choices":7}\n\n', b"data: [1]\n\n"])
 def test_what_cannot_be_read_is_said(garbage: bytes) -> None:
     seen = every_way(garbage + chunk(content="a", finish="stop"))
     assert seen.content is None

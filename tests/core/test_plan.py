@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway import engines, schemes
+from gateway.core import plan
+from gateway.core.document import Document
+from gateway.core.errors import CallerFault
+from gateway.core.types import Handling
+
+V1 = schemes.load("v1")
+CHAT = {name: engines.load(name).ROUTES["/v1/chat/completions"] for name in ("vllm", "sglang")}
+GENERATE = engines.load("sglang").ROUTES["/generate"]
+MESSAGES = engines.load("vllm").ROUTES["/v1/messages"]
+COMPLETIONS = engines.load("vllm").ROUTES["/v1/completions"]
+
+
+def document(**fields: Any) -> Document:
+    return Document(json.dumps({"model": "m"} | fields).encode())
+
+
+def made(handling: Handling, body: Document, *, mix: bool = False) -> plan.Plan:
+    wish = plan.read_wish(handling, body)
+    return plan.make(handling, wish, scheme=V1, master=42, mix=mix, identity="17:3", index=5)
+
+
+def sent(handling: Handling, body: Document, **how: Any) -> list[dict[str, Any]]:
+    """The bodies that the engine gets."""
+    calls = made(handling, body, **how).calls
+    return [json.loads(call.document.edited([*call.edits, *plan.seed_edits(handling, call)])) for call in calls]
+
+
+def test_a_request_without_a_seed_gets_the_one_that_its_identity_and_index_give() -> None:
+    decided = made(CHAT["vllm"], document())
+    assert decided.seed == V1.seed(42, "17:3", 5, None)
+    assert (decided.seed_source, decided.request_id) == ("derived", "17:3:5")
+    assert sent(CHAT["vllm"], document()) == [{"seed": decided.seed, "model": "m"}]
+
+
+@pytest.mark.parametrize("fields", [{"seed": 9}, {"sampling_seed": 9}, {"seed": 9, "sampling_seed": 9}])
+def test_a_clients_seed_is_kept_and_moved_to_where_the_engine_reads_it(fields: dict[str, int]) -> None:
+    decided = made(CHAT["sglang"], document(**fields))
+    assert (decided.seed, decided.seed_source) == (9, "client")
+    assert sent(CHAT["sglang"], document(**fields)) == [{"seed": 9, "model": "m"}]
+
+
+def test_a_seed_in_a_field_that_sglang_refuses_is_moved_and_not_doubled() -> None:
+    body = document(text="hi", sampling_params={"seed": 9, "top_p": 0.5})
+    assert sent(GENERATE, body) == [{"model": "m", "text": "hi", "sampling_params": {"sampling_seed": 9, "top_p": 0.5}}]
+
+
+def test_null_is_no_seed() -> None:
+    assert made(CHAT["vllm"], document(seed=None)).seed_source == "derived"
+
+
+def test_a_clients_seed_takes_the_master_seeds_place_where_it_is_mixed() -> None:
+    decided = made(CHAT["vllm"], document(seed=7), mix=True)
+    assert (decided.seed, decided.seed_source) == (V1.seed(7, "17:3", 5, None), "derived")
+
+
+@pytest.mark.parametrize("seed", ["12", True, 1.5, -1, 2**63])
+@pytest.mark.parametrize("name", ["seed", "sampling_seed"])
+def test_a_malformed_seed_is_refused_with_its_field(seed: Any, name: str) -> None:
+    with pytest.raises(CallerFault) as caught:
+        made(CHAT["vllm"], document(**{name: seed}))
+    assert (caught.value.code, caught.value.param) == ("invalid_seed", name)
+
+
+def test_two_seeds_that_differ_are_refused() -> None:
+    with pytest.raises(CallerFault, match="different seeds"):
+        made(CHAT["vllm"], document(seed=1, sampling_seed=2))
+
+
+def test_the_last_sample_of_a_client_seed_stays_in_range() -> None:
+    assert made(CHAT["vllm"], document(seed=2**63 - 4, n=4)).seed == 2**63 - 4
+    with pytest.raises(CallerFault) as caught:
+        made(CHAT["vllm"], document(seed=2**63 - 3, n=4))
+    assert caught.value.code == "invalid_seed"
+
+
+def test_samples_that_the_engine_would_clone_go_alone_with_seeds_of_their_own() -> None:
+    bodies = sent(CHAT["sglang"], document(n=8))
+    assert len({body["seed"] for body in bodies}) == 8
+    assert {body["n"] for body in bodies} == {1}
+    assert bodies[0]["seed"] == V1.seed(42, "17:3", 5, None)
+
+
+def test_samples_that_the_engine_tells_apart_stay_in_one_call() -> None:
+    assert sent(CHAT["vllm"], document(n=4)) == [{"seed": V1.seed(42, "17:3", 5, None), "model": "m", "n": 4}]
+
+
+def test_prompts_of_a_list_get_a_seed_each_and_their_own_bytes() -> None:
+    body = Document(b'{"model": "m", "prompt": ["a", "\\u0061"], "n": 2}')
+    calls = made(COMPLETIONS, body).calls
+    raw = [call.document.edited([*call.edits, *plan.seed_edits(COMPLETIONS, call)]) for call in calls]
+    assert [b'"\\u0061"' in each for each in raw] == [False, False, True, True]
+    assert len({json.loads(each)["seed"] for each in raw}) == 4
+
+
+def test_a_route_without_a_seed_gets_none_and_says_so() -> None:
+    decided = made(MESSAGES, document())
+    assert (decided.seed, decided.seed_source) == (None, "none")
+    assert sent(MESSAGES, document()) == [{"model": "m"}]
+
+
+def test_a_plan_is_made_again_from_the_same_inputs() -> None:
+    body = document(n=8)
+    assert made(CHAT["sglang"], body)._replace(calls=()) == made(CHAT["sglang"], body)._replace(calls=())
+    assert sent(CHAT["sglang"], body) == sent(CHAT["sglang"], body)
