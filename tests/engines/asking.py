@@ -4,12 +4,10 @@ import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import httpx
-
-from tests.engines.servers import Server
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -18,7 +16,15 @@ SECONDS = 120.0
 Body = dict[str, Any]
 
 
-def ask(server: Server, path: str, body: Body | str, headers: dict[str, str] | None = None) -> httpx.Response:
+class Endpoint(Protocol):
+    """A server, or a gateway before servers."""
+
+    @property
+    def url(self) -> str:
+        """Where its routes stand."""
+
+
+def ask(server: Endpoint, path: str, body: Body | str, headers: dict[str, str] | None = None) -> httpx.Response:
     """POST a JSON body, or text as it stands, and read the answer whole, whatever its status."""
     content = body if isinstance(body, str) else json.dumps(body)
     return httpx.post(
@@ -46,19 +52,19 @@ def complete(prompt: Any = "The colour is", **more: Any) -> Body:
     return {"model": "tiny-llm", "prompt": prompt, "max_tokens": 12, "temperature": 1} | more
 
 
-def texts(server: Server, path: str, body: Body) -> list[str]:
+def texts(server: Endpoint, path: str, body: Body) -> list[str]:
     """The texts of the answer's choices, by their index."""
     choices = sorted(told(ask(server, path, body))["choices"], key=lambda choice: int(choice["index"]))
     return [choice["message"]["content"] if "message" in choice else choice["text"] for choice in choices]
 
 
-def text(server: Server, path: str, body: Body) -> str:
+def text(server: Endpoint, path: str, body: Body) -> str:
     """The text of an answer of one choice."""
     [only] = texts(server, path, body)
     return only
 
 
-def at_once(server: Server, path: str, bodies: list[Body]) -> list[httpx.Response]:
+def at_once(server: Endpoint, path: str, bodies: list[Body]) -> list[httpx.Response]:
     """The answers to requests that are all in flight together, in the order of the requests."""
     with ThreadPoolExecutor(len(bodies)) as pool:
         return list(pool.map(lambda body: ask(server, path, body), bodies))
@@ -76,7 +82,7 @@ def chunks(stream: str) -> list[Any]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def open_request(server: Server, path: str, body: Body) -> socket.socket:
+def open_request(server: Endpoint, path: str, body: Body) -> socket.socket:
     """Send a request over a socket of its own and do not read: closing it is a client that leaves."""
     place = urlsplit(server.url)
     connection = socket.create_connection((place.hostname, place.port), timeout=SECONDS)
@@ -86,13 +92,13 @@ def open_request(server: Server, path: str, body: Body) -> socket.socket:
     return connection
 
 
-def metric(server: Server, name: str) -> float:
+def metric(server: Endpoint, name: str) -> float:
     """The sum of a metric's samples; 0 where it has none."""
     lines = httpx.get(server.url + "/metrics", timeout=SECONDS).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " ")))
 
 
-def wait_metric(server: Server, name: str, value: float, seconds: float) -> bool:
+def wait_metric(server: Endpoint, name: str, value: float, seconds: float) -> bool:
     """Whether the metric takes this value within the time."""
     deadline = time.monotonic() + seconds
     while metric(server, name) != value:

@@ -70,11 +70,12 @@ def gateway(folder: Path, *pools: dict[str, Any], hash_seed: int = 0, **settings
     configuration = {"pools": list(pools), "port": port, "ledger": {"path": str(folder / "ledger")}} | settings
     file = folder / "gateway.yaml"
     file.write_text(json.dumps(configuration))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DETGATE_")}
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "gateway", "serve", "--config", str(file)],
             cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
+            env={**environment, "PYTHONHASHSEED": str(hash_seed)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

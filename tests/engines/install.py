@@ -35,8 +35,9 @@ class Recipe:
     inputs: tuple[Path, ...] = ()
 
     def digest(self) -> str:
-        """Changes with every step, every input file and the Python that builds the environment."""
-        parts = [sys.version, self.proof, *(" ".join(step) for step in self.steps)]
+        """Changes with every step, every input file and the Python that builds; equal in every checkout."""
+        steps = (" ".join(step).replace(str(HERE), "") for step in self.steps)
+        parts = [sys.version, self.proof, *steps]
         parts += [path.read_text() for path in self.inputs]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
