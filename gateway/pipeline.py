@@ -193,6 +193,7 @@ class Pipeline:
             session=f"{asked.run}/{caller.session}",
             group=f"{asked.run}/{caller.group or caller.session}",
             place=(decided.index, decided.identity),
+            priority=_priority(asked),
             client_id=_client_id(asked.document),
             flags=self._statement.reasons(work, asked),
             follows=by_session and not pool.stable,
@@ -227,6 +228,14 @@ class Pipeline:
         if work.asked is not None:
             headers = headers + self._statement.of_decision(work, work.asked)
         client.reply(fault.status, headers, shapes.error_body(fault, work.api))
+
+
+def _priority(asked: Asked) -> int:
+    """What the body's own priority is worth in a lane: engines count it in either direction."""
+    given = asked.document.value.get("priority")
+    if type(given) is not int:
+        return 0
+    return -given if asked.pool.engine.HIGHER_FIRST else given
 
 
 def _client_id(document: Document) -> str | None:

@@ -17,6 +17,7 @@ READ_FIELDS: tuple[str | tuple[str, str], ...] = (
     "sampling_seed",
     "n",
     "stream",
+    "priority",
     "rid",
     "request_id",
     "sampling_params",

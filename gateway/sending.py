@@ -170,6 +170,7 @@ class Dispatcher:
         self._telemetry = telemetry
         self._attempts = settings.limits.attempts
         self._home_seconds = settings.timeouts.home
+        self._lane_seconds = settings.timeouts.lane
 
     def forget(self, sending: Sending) -> None:
         """A sending occupies its replica no more."""
@@ -410,7 +411,14 @@ class Dispatcher:
             loop = asyncio.get_running_loop()
             since = loop.time()
             try:
-                await lane.turn(sending.place)
+                async with asyncio.timeout(self._lane_seconds):
+                    await lane.turn(sending.place)
+            except TimeoutError:
+                raise Busy(
+                    f"Its turn in lane {lane.name} did not come within {self._lane_seconds:g} s. "
+                    "Ask again later, or raise timeouts.lane.",
+                    code="lane_timeout",
+                ) from None
             finally:
                 waited = loop.time() - since
                 job.lane_wait += waited

@@ -482,6 +482,36 @@ async def test_who_waits_goes_by_index_then_identity_not_by_arrival() -> None:
         assert served == ["running", *(f"{identity} {index}" for identity, index in order)]
 
 
+@both_engines
+async def test_a_priority_in_the_body_goes_before_as_its_engine_counts_it(name: EngineName) -> None:
+    async with Engine(name, held=True) as engine, gateway(lone(engine)) as gate:
+        asking = [ask(gate, "running")]
+        await engine.has_seen(1)
+        for place, priority in enumerate([3, -1, None, 7, True, "9"]):
+            fields = {} if priority is None else {"priority": priority}
+            asking.append(ask(gate, str(priority), path=f"/sessions/{place}", **fields))
+            await gate.until(waiting(gate, place + 1))
+        engine.go.set()
+        await asyncio.gather(*asking)
+        served = [seen.json["messages"][0]["content"] for seen in engine.seen[1:]]
+        numbers = ["-1", "None", "True", "9", "3", "7"]
+        assert served == (numbers if name == "vllm" else ["7", "3", "None", "True", "9", "-1"])
+        assert engine.seen[1].json["priority"] == int(served[0])
+
+
+async def test_a_turn_is_waited_for_as_long_as_is_set() -> None:
+    async with Engine(held=True) as engine, gateway(lone(engine), timeouts={"lane": 0.1}) as gate:
+        running = ask(gate, "running")
+        await engine.has_seen(1)
+        late = await ask(gate, "late")
+        assert code(late) == (503, "lane_timeout")
+        assert late.headers["retry-after"] == "1"
+        assert waiting(gate, 0)()
+        engine.go.set()
+        assert (await running).status_code == 200
+        assert len(engine.seen) == 1
+
+
 async def test_a_full_queue_refuses_and_tells_when_to_come_again() -> None:
     async with Engine(held=True) as engine, gateway(lone(engine), limits={"queue": 1}) as gate:
         accepted = [ask(gate, "1")]

@@ -45,9 +45,7 @@ def detgate(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     """The command as a process of its own, with nothing but `env` set for it."""
     base = {name: value for name, value in os.environ.items() if not name.startswith("DETGATE_")}
     command = [sys.executable, "-m", "gateway", *argv]
-    return subprocess.run(
-        command, capture_output=True, text=True, env={**base, **env}, timeout=60, check=False
-    )
+    return subprocess.run(command, capture_output=True, text=True, env={**base, **env}, timeout=60, check=False)
 
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
@@ -61,9 +59,7 @@ def test_the_version_is_printed() -> None:
     assert (told.returncode, told.stdout) == (0, f"detgate {__version__}\n")
 
 
-@pytest.mark.parametrize(
-    "argv", [[], ["doctr"], ["seed", "a"], ["seed", "a", "-1"], ["seed", "a", "2147483648"]]
-)
+@pytest.mark.parametrize("argv", [[], ["doctr"], ["seed", "a"], ["seed", "a", "-1"], ["seed", "a", "2147483648"]])
 def test_a_wrong_command_line_exits_2(argv: list[str]) -> None:
     told = detgate(*argv)
     assert told.returncode == 2
@@ -91,9 +87,7 @@ def test_a_wrong_command_line_exits_2(argv: list[str]) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "config"])
-def test_a_wrong_configuration_is_one_clear_line_and_exit_2(
-    command: str, text: str, line: str, config: Path
-) -> None:
+def test_a_wrong_configuration_is_one_clear_line_and_exit_2(command: str, text: str, line: str, config: Path) -> None:
     config.write_text(text)
     told = detgate(command, "--config", str(config))
     expected = f"detgate: {line.replace('{config}', str(config))}\n"
@@ -129,9 +123,7 @@ def test_config_prints_what_is_in_force(
 
 def test_config_tells_warnings_apart(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--scheme", "offset"]) == 0
-    assert capsys.readouterr().err.startswith(
-        "detgate: warning: scheme: offset gives every prompt the same seeds"
-    )
+    assert capsys.readouterr().err.startswith("detgate: warning: scheme: offset gives every prompt the same seeds")
 
 
 def test_every_flag_reaches_its_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,9 +149,7 @@ def test_every_flag_reaches_its_setting(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_any_setting_can_be_set_by_its_key(capsys: pytest.CaptureFixture[str]) -> None:
-    told = shown(
-        capsys, "--set", "routing.slack=inf", "--set", "limits={queue: 1}", "--set", "auth.api_keys=[a=b]"
-    )
+    told = shown(capsys, "--set", "routing.slack=inf", "--set", "limits={queue: 1}", "--set", "auth.api_keys=[a=b]")
     assert (told["routing"]["slack"], told["limits"]["queue"]) == ("inf", 1)
     assert told["auth"]["api_keys"] == ["**********"]
 
@@ -191,9 +181,7 @@ def test_an_assignment_without_a_value_is_refused(capsys: pytest.CaptureFixture[
         (["17", "0", "--scheme", "offset"], 42),
     ],
 )
-def test_seed_prints_what_a_request_gets(
-    argv: list[str], seed: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seed_prints_what_a_request_gets(argv: list[str], seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["seed", *argv]) == 0
     assert capsys.readouterr().out == f"{seed}\n"
 
@@ -222,9 +210,7 @@ def test_seed_loads_no_server() -> None:
         "import sys; from gateway.cli import main; main(['seed', 'a', '0']);"
         "print({'fastapi', 'uvicorn', 'httpx', 'rich'} & {*sys.modules})"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert told.stdout.splitlines()[1] == "set()"
 
 
@@ -266,9 +252,7 @@ def wait_until_ready(url: str) -> None:
     pytest.fail("not ready within 30 s")
 
 
-def test_demo_serves_and_gives_the_seed_that_seed_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_serves_and_gives_the_seed_that_seed_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     body = {"model": "sim-model", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
     with started("demo", "--port", "0", "--seed", "7", "--ledger", str(tmp_path)) as (url, demo):
         wait_until_ready(url)
@@ -285,9 +269,7 @@ def test_demo_serves_and_gives_the_seed_that_seed_prints(
     assert capsys.readouterr().out == f"{seed}\n"
 
 
-def test_ctrl_c_ends_quietly_with_130(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_ends_quietly_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(*_: object) -> Settings:
         raise KeyboardInterrupt
 

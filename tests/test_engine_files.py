@@ -136,9 +136,7 @@ def test_min_p_is_kept_from_a_deterministic_sglang(
 
 
 @pytest.mark.parametrize("path", SAMPLED)
-@pytest.mark.parametrize(
-    "body", [{}, {"min_p": 0}, {"min_p": 0.0}, {"min_p": None}, {"sampling_params": [{}]}]
-)
+@pytest.mark.parametrize("body", [{}, {"min_p": 0}, {"min_p": 0.0}, {"min_p": None}, {"sampling_params": [{}]}])
 def test_min_p_of_zero_passes(path: str, body: dict[str, object]) -> None:
     load("sglang").check(path, document(**body), Facts(deterministic=True), 1)
 

@@ -58,9 +58,7 @@ def test_nothing_calls_hash_which_differs_from_process_to_process() -> None:
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
 def test_a_lock_file_pins_by_hash_and_names_no_index(lock: Path) -> None:
     text = lock.read_text()
-    pins = re.findall(
-        r"^[a-z0-9-]+==\S+(?: ; .*?)? \\\n(?: {4}--hash=sha256:[0-9a-f]{64}(?: \\)?\n)+", text, re.M
-    )
+    pins = re.findall(r"^[a-z0-9-]+==\S+(?: ; .*?)? \\\n(?: {4}--hash=sha256:[0-9a-f]{64}(?: \\)?\n)+", text, re.M)
     assert pins
     assert len(pins) == len(re.findall(r"^[^#\s]", text, re.M))
     assert "://" not in text

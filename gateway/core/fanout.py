@@ -249,9 +249,7 @@ def _paired(document: Document) -> _Lists:
     return _Lists(1)
 
 
-def _children(
-    handling: Handling, document: Document, lists: _Lists, n: int, seeds: Sequence[int]
-) -> list[Call]:
+def _children(handling: Handling, document: Document, lists: _Lists, n: int, seeds: Sequence[int]) -> list[Call]:
     shares = _shares(handling, document, lists)
     base = _stripped(document, shares)
     params = shares.pop("sampling_params", None)

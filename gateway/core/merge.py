@@ -141,10 +141,7 @@ def _array(elements: Iterable[bytes]) -> bytes:
 
 def _numbered(elements: Iterable[bytes], first: int) -> list[bytes]:
     """The elements with their indices, counted from `first` on."""
-    return [
-        Document(element).edited([Set(("index",), b"%d" % index)])
-        for index, element in enumerate(elements, first)
-    ]
+    return [Document(element).edited([Set(("index",), b"%d" % index)]) for index, element in enumerate(elements, first)]
 
 
 def _summed(usages: Sequence[tuple[Call, dict[str, Any]]]) -> bytes:
@@ -204,9 +201,7 @@ def _scores(document: Document, calls: Sequence[Call], bodies: Sequence[bytes]) 
     edits = _usage_edits(answers, calls)
     for field in ("scores", "pooled_hidden_states", "token_logprobs"):
         if isinstance(answers[0].value.get(field), list):
-            edits.append(
-                Set((field,), _array(element for answer in answers for element in _elements(answer, field)))
-            )
+            edits.append(Set((field,), _array(element for answer in answers for element in _elements(answer, field))))
     return answers[0].edited(edits)
 
 

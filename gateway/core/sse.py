@@ -28,9 +28,7 @@ EVENT_LIMIT = 1 << 20
 
 _SAID_NOT = frozenset({"role", "tool_calls", "function_call"})
 _INVENTED = frozenset({"id", "call_id", "created_at"})
-_INCIDENTAL = frozenset(
-    {"id", "created", "model", "object", "usage", "meta_info", "metadata", "system_fingerprint"}
-)
+_INCIDENTAL = frozenset({"id", "created", "model", "object", "usage", "meta_info", "metadata", "system_fingerprint"})
 
 
 class Observed(NamedTuple):

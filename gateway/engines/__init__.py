@@ -32,6 +32,9 @@ class Engine(Protocol):
     ASKS: tuple[str, ...]
     """Routes that say what a server is, asked when it comes up."""
 
+    HIGHER_FIRST: bool
+    """Of the numbers in a body's `priority` the higher one goes first; else the lower one."""
+
     LOAD: str | None
     """A route that says how many requests are in it now; None where none does."""
 

@@ -64,6 +64,7 @@ def id_headers(engine_id: str) -> Headers:
 ASKS = ()
 """Nothing that this engine serves by default tells whether its kernels are batch-invariant."""
 
+HIGHER_FIRST = False
 LOAD = None
 PREFIX_CACHE = None
 

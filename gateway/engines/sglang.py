@@ -168,6 +168,7 @@ def _at(value: Any, path: Path) -> Any:
 ASKS = ("/server_info", "/model_info")
 """Routes that say what a server is."""
 
+HIGHER_FIRST = True
 LOAD = "/v1/loads"
 """The scheduler's own count. Its /metrics tell of a request only after 40 tokens, and only with --enable-metrics."""
 

@@ -99,6 +99,7 @@ def id_headers(engine_id: str) -> Headers:
 ASKS = ()
 """Nothing that this engine serves by default tells whether its kernels are batch-invariant."""
 
+HIGHER_FIRST = False
 LOAD = "/metrics"
 """Written after each step: what came since is not counted yet. It enters the engine behind the abort of a request whose
 connection was closed before, so it shares no step with it."""

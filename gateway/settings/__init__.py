@@ -84,9 +84,7 @@ class Settings(BaseSettings):
         " strict: the"
         " same replica too, and what cannot be promised is refused.",
     )
-    run: Name | None = Field(
-        None, description="Name of the run; none: a new run at each start. Needed with redis."
-    )
+    run: Name | None = Field(None, description="Name of the run; none: a new run at each start. Needed with redis.")
     scheme: str = Field("v1", description="How seeds are derived: v1, areal or offset.")
     index_order: Literal["arrival", "content"] = Field(
         "arrival",
@@ -95,9 +93,7 @@ class Settings(BaseSettings):
     client_seed: Literal["keep", "reject", "mix"] = Field(
         "keep", description="What becomes of a client's own seed; mix: it takes the master seed's place."
     )
-    state: State = Field(
-        "memory", description="Where counters live: memory, or redis://host:6379/0.", repr=False
-    )
+    state: State = Field("memory", description="Where counters live: memory, or redis://host:6379/0.", repr=False)
     host: str = Field("127.0.0.1", description="Address to listen on.", min_length=1)
     port: Port = Field(8000, description="Port to listen on; 0: a free one.")
     insecure: bool = Field(False, description="Listen off loopback without api_keys too.")
@@ -110,9 +106,7 @@ class Settings(BaseSettings):
     auth: Auth = Field(Auth(), description="Who may ask.")
     guards: Guards = Field(Guards(), description="What becomes of answers that look like clones.")
     log: Log = Field(Log(), description="What is logged, and how.")
-    pools: tuple[Pool, ...] = Field(
-        (), description="Replicas, in groups that serve the same model on one engine."
-    )
+    pools: tuple[Pool, ...] = Field((), description="Replicas, in groups that serve the same model on one engine.")
 
     @classmethod
     def load(cls, config: Path | None, env: Mapping[str, str], flags: Mapping[str, Any]) -> Self:

@@ -74,9 +74,7 @@ def _shared_batch(place: str, pool: Pool, consequence: str) -> Iterator[str]:
     """A reward pool whose lane lets two requests into one batch."""
     if pool.role != "reward" or (pool.lane.scope in ("replica", "pool") and pool.lane.limit == 1):
         return
-    key, value = (
-        ("limit", pool.lane.limit) if pool.lane.scope in ("replica", "pool") else ("scope", pool.lane.scope)
-    )
+    key, value = ("limit", pool.lane.limit) if pool.lane.scope in ("replica", "pool") else ("scope", pool.lane.scope)
     yield f"{place}.lane.{key}: {value} lets requests share a batch, which changes scores; {consequence}"
 
 
@@ -101,10 +99,7 @@ def _one_server(settings: Settings) -> Iterator[str]:
             here = f"{place}.replicas[{k}]"
             other = servers.setdefault((replica.url, replica.dp_rank), here)
             if other != here:
-                yield (
-                    f"{here}.url: {other} is the same server, so neither's load nor lane tells what"
-                    " runs there"
-                )
+                yield (f"{here}.url: {other} is the same server, so neither's load nor lane tells what runs there")
 
 
 def _places(settings: Settings) -> Iterator[tuple[str, Pool]]:

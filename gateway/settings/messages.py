@@ -83,9 +83,7 @@ def _said(model: type[BaseModel], fault: ErrorDetails) -> Iterator[str]:
         case "string_type":
             text = "a text is needed; write it in quotes"
         case "string_pattern_mismatch":
-            text = (
-                "may hold letters, digits, `.`, `_` and `-`, 128 at most, and begins with a letter or a digit"
-            )
+            text = "may hold letters, digits, `.`, `_` and `-`, 128 at most, and begins with a letter or a digit"
         case "int_parsing" | "int_type" | "int_from_float":
             text = "a whole number is needed"
         case "float_parsing" | "float_type" | "finite_number":
@@ -145,6 +143,4 @@ def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         if inner is None:
             yield f"{prefix}{name}"
         else:
-            yield from _paths(
-                inner, f"{prefix}{name}." if field.annotation is inner else f"{prefix}{name}[]."
-            )
+            yield from _paths(inner, f"{prefix}{name}." if field.annotation is inner else f"{prefix}{name}[].")

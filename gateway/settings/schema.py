@@ -40,9 +40,7 @@ def _slack(value: object) -> float:
     if value in ("inf", math.inf):
         return math.inf
     try:
-        number = (
-            float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else -1.0
-        )
+        number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else -1.0
     except ValueError:
         number = -1.0
     if not number.is_integer() or number < 0:
@@ -140,12 +138,8 @@ class Section(BaseModel):
 
 
 class Ledger(Section):
-    path: Path = Field(
-        Path("ledger"), description="Folder of the runs; a run's records lie in {path}/{run}/*.jsonl."
-    )
-    bodies: bool = Field(
-        False, description="Keep the bodies of requests and answers too, as diff and replay want."
-    )
+    path: Path = Field(Path("ledger"), description="Folder of the runs; a run's records lie in {path}/{run}/*.jsonl.")
+    bodies: bool = Field(False, description="Keep the bodies of requests and answers too, as diff and replay want.")
 
 
 class Sessions(Section):
@@ -180,8 +174,7 @@ class Routing(Section):
     )
     retry_sent: bool = Field(
         True,
-        description="Send a request again that broke after it had been sent whole; its index and seed stay"
-        " the same.",
+        description="Send a request again that broke after it had been sent whole; its index and seed stay the same.",
     )
 
 
@@ -209,9 +202,7 @@ class Replica(Section):
 class Pool(Section):
     name: Name = Field(description="Stable name, unique.")
     engine: Engine = Field(description="What the replicas run: vllm, sglang, or openai for any other server.")
-    role: Literal["generate", "reward"] = Field(
-        "generate", description="Whether the replicas sample or score."
-    )
+    role: Literal["generate", "reward"] = Field("generate", description="Whether the replicas sample or score.")
     models: tuple[str, ...] = Field((), description="Models served; none listed: what the replicas say.")
     api_key: Key | None = Field(None, description="Sent to the replicas in place of the client's own key.")
     lane: Lane = Field(Lane(), description="Bound of what is in flight.")
@@ -221,9 +212,7 @@ class Pool(Section):
         " does not"
         " tell.",
     )
-    routing: Routing = Field(
-        Routing(), description="As routing at the top; what is left out is taken from there."
-    )
+    routing: Routing = Field(Routing(), description="As routing at the top; what is left out is taken from there.")
     replicas: tuple[Replica, ...] = Field(min_length=1, description="The servers.")
 
 
@@ -240,14 +229,11 @@ class Timeouts(Section):
     connect: Seconds = Field(5.0, description="Seconds to open a connection to a replica.")
     first_byte: Seconds | None = Field(None, description="Seconds to an answer's first byte; null: no bound.")
     idle: Seconds | None = Field(None, description="Seconds between two bytes of an answer; null: no bound.")
-    dead: Seconds = Field(
-        10.0, description="Seconds of silence after which a replica that probes call down is broken."
-    )
-    settle: Seconds = Field(
-        1.0, description="Seconds that a repeat or a racing request waits for the other to end."
-    )
-    home: Seconds = Field(
-        60.0, description="Seconds that a request waits for its replica with on_home_down: wait."
+    dead: Seconds = Field(10.0, description="Seconds of silence after which a replica that probes call down is broken.")
+    settle: Seconds = Field(1.0, description="Seconds that a repeat or a racing request waits for the other to end.")
+    home: Seconds = Field(60.0, description="Seconds that a request waits for its replica with on_home_down: wait.")
+    lane: Seconds | None = Field(
+        None, description="Seconds that a request waits for its turn in a lane, then 503; null: no bound."
     )
     group: Seconds = Field(
         60.0, description="Seconds that a member of a group waits for those before it with members: episode."
@@ -255,18 +241,14 @@ class Timeouts(Section):
     client_write: Seconds = Field(60.0, description="Seconds that a client may take nothing of its answer.")
     store: Seconds = Field(2.0, description="Seconds for one call to the store.")
     head: Seconds = Field(30.0, description="Seconds that a client may take to send a request's head.")
-    body: Seconds = Field(
-        60.0, description="Seconds that it may take for the body, and one more for each 16 KiB."
-    )
+    body: Seconds = Field(60.0, description="Seconds that it may take for the body, and one more for each 16 KiB.")
     keep_alive: Seconds = Field(75.0, description="Seconds that a client's idle connection is kept.")
     drain: Seconds = Field(30.0, description="Seconds that requests in flight have to end after SIGTERM.")
 
 
 class Health(Section):
     interval: Seconds = Field(2.0, description="Seconds between two probes of a replica.")
-    timeout: Seconds = Field(
-        10.0, description="Seconds that a probe may take; a busy server is slow, not dead."
-    )
+    timeout: Seconds = Field(10.0, description="Seconds that a probe may take; a busy server is slow, not dead.")
     failures: Count = Field(3, description="Probes in a row that fail before a replica counts as down.")
     breaks: Count = Field(5, description="Requests in a row that break on a replica before it gets no more but trials.")
     successes: Count = Field(2, description="Probes in a row that pass before it counts as up again.")
@@ -285,20 +267,16 @@ class Auth(Section):
 class Guards(Section):
     shared_seed: Action = Field(
         "warn",
-        description="On equal explicit seeds for one prompt within a group. Default by profile: warn;"
-        " strict: refuse.",
+        description="On equal explicit seeds for one prompt within a group. Default by profile: warn; strict: refuse.",
     )
     clones: Action = Field(
         "warn",
-        description="On equal answers to different seeds within a group. Default by profile: warn;"
-        " strict: refuse.",
+        description="On equal answers to different seeds within a group. Default by profile: warn; strict: refuse.",
     )
 
 
 class Log(Section):
-    level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least level that is written."
-    )
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is written.")
     format: Literal["auto", "console", "json"] = Field(
         "auto", description="auto: console where standard error is a terminal, json elsewhere."
     )

@@ -105,8 +105,7 @@ def from_environment(model: type[BaseSettings], env: Mapping[str, str]) -> Layer
     strange = [name for name in ours if _head(name) not in known]
     if strange:
         raise InvalidSettings(
-            f"{name}: unknown setting; {nearest(name, (variable((key,)) for key in known))}"
-            for name in strange
+            f"{name}: unknown setting; {nearest(name, (variable((key,)) for key in known))}" for name in strange
         )
     short = {key: ours[variable((key,))] for key in SHORT if variable((key,)) in ours}
     return {**_Environment(model, ours)(), **short}
@@ -152,9 +151,7 @@ def merged(*layers: Layer) -> Layer:
     if urls is not None:
         total["pools"] = [_pool(engine or "vllm", urls)]
     elif engine is not None and "pools" not in total:
-        raise InvalidSettings(
-            ["engine: says what runs at the worker URLs; name those too, or list pools in a file"]
-        )
+        raise InvalidSettings(["engine: says what runs at the worker URLs; name those too, or list pools in a file"])
     return total
 
 

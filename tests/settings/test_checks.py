@@ -87,9 +87,7 @@ def test_lanes_of_sessions_need_sessions(scope: str) -> None:
         ({"scope": "pool", "limit": 2}, "pools[0].lane.limit: 2 "),
     ],
 )
-def test_a_reward_lane_that_shares_batches_is_warned_of_and_refused_in_strict(
-    lane: dict[str, Any], named: str
-) -> None:
+def test_a_reward_lane_that_shares_batches_is_warned_of_and_refused_in_strict(lane: dict[str, Any], named: str) -> None:
     rest: dict[str, Any] = {"pools": pool(role="reward", lane=lane), "sessions": {"required": True}}
     (warning,) = load(**rest).warnings()
     assert warning.startswith(named)

@@ -44,9 +44,7 @@ def test_a_file_that_cannot_be_read_is_named(config: Path) -> None:
     config.write_bytes(b"run: \xff")
     assert lines(config, {}, {}) == [f"{config}: is not UTF-8"]
     config.write_bytes(b"run: \x00")
-    assert lines(config, {}, {}) == [
-        f"{config}: unacceptable character #x0000: special characters are not allowed"
-    ]
+    assert lines(config, {}, {}) == [f"{config}: unacceptable character #x0000: special characters are not allowed"]
 
 
 def test_an_empty_file_says_nothing(config: Path) -> None:
@@ -168,10 +166,7 @@ def test_worker_urls_are_one_pool(urls: str | list[str]) -> None:
 def test_the_engine_of_worker_urls_may_come_from_elsewhere() -> None:
     env = {"DETGATE_ENGINE": "sglang"}
     assert Settings.load(None, env, {"worker_urls": ["http://a"]}).pools[0].engine == "sglang"
-    assert (
-        Settings.load(None, env, {"worker_urls": ["http://a"], "engine": "openai"}).pools[0].engine
-        == "openai"
-    )
+    assert Settings.load(None, env, {"worker_urls": ["http://a"], "engine": "openai"}).pools[0].engine == "openai"
 
 
 def test_the_stronger_source_says_what_pools_there_are(config: Path) -> None:
@@ -189,9 +184,7 @@ def test_pools_given_twice_by_one_source_are_refused() -> None:
 
 
 def test_an_engine_alone_is_refused() -> None:
-    assert lines(None, {"DETGATE_ENGINE": "vllm"}, {})[0].startswith(
-        "engine: says what runs at the worker URLs"
-    )
+    assert lines(None, {"DETGATE_ENGINE": "vllm"}, {})[0].startswith("engine: says what runs at the worker URLs")
 
 
 def test_a_bad_worker_url_is_named_by_its_place() -> None:
