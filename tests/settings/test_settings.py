@@ -56,6 +56,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
             "dead": 10,
             "settle": 1,
             "home": 60,
+            "lane": None,
             "group": 60,
             "client_write": 60,
             "store": 2,
