@@ -11,6 +11,7 @@ from gateway.core.document import Document, Set
 from gateway.core.errors import CallerFault
 from gateway.core.types import Api, Facts, Kind
 from gateway.engines import load, names
+from tests import captures
 
 ENGINES = names()
 ROUTES = [(name, path) for name in ENGINES for path in load(name).ROUTES]
@@ -180,3 +181,20 @@ def test_nothing_generates_on_an_embedding_server(path: str) -> None:
 
 def test_an_embedding_server_still_scores() -> None:
     load("sglang").check("/classify", document(text="a", min_p=1), Facts(is_generation=False), 1)
+
+
+def test_each_engines_count_is_read_where_it_stands() -> None:
+    """Of both real engines an idle one; and one with requests in every place that counts."""
+    vllm, sglang = load("vllm"), load("sglang")
+    assert vllm.running(captures.load("vllm", "metrics").body.decode()) == 0
+    assert sglang.running(captures.load("sglang", "loads").body.decode()) == 0
+    lines = ['vllm:num_requests_running{engine="0"} 2.0', 'vllm:num_requests_running{engine="1"} 1.0']
+    assert vllm.running("\n".join([*lines, 'vllm:num_requests_waiting{engine="0"} 4.0'])) == 7
+    ranks = [{"num_running_reqs": 2, "num_waiting_reqs": 1}, {"num_running_reqs": 0, "num_waiting_reqs": 5}]
+    assert sglang.running(json.dumps({"loads": ranks})) == 8
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("told", ["", "{}", "[]", "null", '{"loads": [{}]}', '{"loads": []}', '{"detail": "Not Found"}', "<html>"])
+def test_a_count_that_is_not_there_is_unknown_not_zero(name: str, told: str) -> None:
+    assert load(name).running(told) is None

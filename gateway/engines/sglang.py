@@ -177,7 +177,8 @@ PREFIX_CACHE = None
 
 def running(told: str) -> float | None:
     try:
-        return float(sum(rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in orjson.loads(told)["loads"]))
+        counts = [rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in orjson.loads(told)["loads"]]
+        return float(sum(counts)) if counts else None
     except (ValueError, TypeError, KeyError):
         return None
 

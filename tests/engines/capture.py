@@ -322,6 +322,8 @@ def sglang_asks() -> Iterator[Ask]:
     yield Ask("server-info", "/server_info", method="GET", keep=info)
     running = metric_lines("sglang:num_running_reqs", "sglang:num_queue_reqs")
     yield Ask("metrics", "/metrics", method="GET", keep=running)
+    loads = json_fields("timestamp", "version", "loads")
+    yield Ask("loads", "/v1/loads", method="GET", keep=loads)
 
 
 def sglang_native() -> Iterator[Ask]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -216,6 +217,39 @@ class TestAborts:
             assert wait_metric(sglang, RUNNING, 1, seconds=20)
         assert wait_metric(sglang, RUNNING, 0, seconds=4)
         assert [row["in_flight"] for row in gate.replicas("/readyz").values()] == [0]
+
+
+class TestLanes:
+    def test_who_leaves_is_out_of_the_engine_before_the_next_begins(self, sglang: Server, tmp_path: Path) -> None:
+        """Although the engine sees a closed connection only after two seconds."""
+        rng = random.Random(0)
+        most, watching = 0, True
+
+        def watch() -> None:
+            nonlocal most
+            while watching:
+                loads = httpx.get(sglang.url + "/v1/loads", timeout=5).json()["loads"]
+                most = max(most, sum(rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in loads))
+
+        pool = gates.pool("policy", "sglang", [sglang.url], lane={"scope": "replica", "limit": 1})
+        waits = []
+        with gates.gateway(tmp_path, pool) as gate, ThreadPoolExecutor(1) as watcher:
+            done = watcher.submit(watch)
+            for attempt in range(12):
+                endless = native(max_new_tokens=1500, ignore_eos=True) | {"stream": attempt % 2 == 0}
+                leaving = open_request(gate, GENERATE, endless)
+                time.sleep(rng.choice([0.005, 0.02, 0.05, 0.2]))
+                leaving.close()
+                left = time.monotonic()
+                after = ask(gate, GENERATE, native(max_new_tokens=30, ignore_eos=True))
+                waits.append(time.monotonic() - left)
+                assert told(after)["meta_info"]["completion_tokens"] == 30
+                assert after.headers["x-detgate-guarantee"] == "balanced"
+            watching = False
+            done.result()
+        print(f"answered {sorted(waits)[len(waits) // 2]:.2f} s after another left, {max(waits):.2f} s at most")
+        assert most == 1
+        assert max(waits) < 2
 
 
 class TestShapes:

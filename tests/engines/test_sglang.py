@@ -19,6 +19,7 @@ from tests.engines.asking import (
     chat,
     chunks,
     complete,
+    metric,
     open_request,
     text,
     texts,
@@ -47,6 +48,12 @@ def generated(server: Server, **sampling: Any) -> str:
     """The text that the generate route gives for one prompt."""
     said: str = told(ask(server, GENERATE, native(**sampling)))["text"]
     return said
+
+
+def told_loads(server: Server) -> list[dict[str, Any]]:
+    """What each rank's scheduler says of itself."""
+    loads: list[dict[str, Any]] = httpx.get(server.url + "/v1/loads", timeout=5).json()["loads"]
+    return loads
 
 
 def message_text(server: Server, **more: Any) -> str:
@@ -194,6 +201,36 @@ class TestAborts:
         with open_request(sglang, CHAT, chat(max_tokens=1500, ignore_eos=True, stream=True)):
             assert wait_metric(sglang, RUNNING, 1, seconds=5)
         assert wait_metric(sglang, RUNNING, 0, seconds=4)
+
+
+class TestLoads:
+    """What is in it now. The metrics are behind by up to 40 tokens, and a closed connection is seen late."""
+
+    def inside(self, server: Server) -> int:
+        return sum(rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in told_loads(server))
+
+    def becomes(self, server: Server, count: int, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.inside(server) != count:
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+    def test_a_request_is_counted_before_its_metrics_tell(self, sglang: Server) -> None:
+        with open_request(sglang, GENERATE, native(max_new_tokens=1500, ignore_eos=True) | {"rid": "counted"}):
+            assert self.becomes(sglang, 1, seconds=2)
+            assert metric(sglang, RUNNING) == 0
+        ask(sglang, "/abort_request", {"rid": "counted"})
+        assert self.becomes(sglang, 0, seconds=1)
+
+    def test_an_abort_by_id_ends_at_once_what_a_closed_connection_leaves_running(self, sglang: Server) -> None:
+        for rid in ("closed-1", "closed-2"):
+            with open_request(sglang, GENERATE, native(max_new_tokens=1500, ignore_eos=True) | {"rid": rid}):
+                assert self.becomes(sglang, 1, seconds=2)
+            time.sleep(0.3)
+            assert self.inside(sglang) == 1
+            ask(sglang, "/abort_request", {"rid": rid})
+            assert self.becomes(sglang, 0, seconds=0.5)
 
 
 class TestStreams:

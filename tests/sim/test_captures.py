@@ -16,7 +16,7 @@ from tests.sim.serving import serving
 NOT_SIMULATED = {"vllm/classify-labels"}
 # Left out, or another from sample to sample.
 VARIES = {"prompt_logprobs": "left out", "bytes": "bytes"}
-PARTS_ONLY = ("server-info", "model-info", "reward-model-info")
+PARTS_ONLY = ("server-info", "model-info", "reward-model-info", "loads")
 NAMES = [
     f"{engine}/{name}"
     for engine in ("vllm", "sglang")
