@@ -88,6 +88,9 @@ async def test_a_group_tells_how_its_members_stand_and_why_it_is_rejected() -> N
         group = (await gate.http.get("/groups/17")).json()
         assert [each["state"] for each in group["sessions"]] == ["ended", "open", "failed"]
         assert (group["rejected"], group["why"]) == (True, "member 2 failed: timeout")
+        for method in ("GET", "DELETE"):
+            by_member = await gate.http.request(method, "/groups/17", headers=bearer(keys(told)[1]))
+            assert refused(by_member) == (404, "group_not_found")
         ended = (await gate.http.delete("/groups/17")).json()
         assert [each["state"] for each in ended["sessions"]] == ["ended", "ended", "failed"]
         for key in keys(told):

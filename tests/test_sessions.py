@@ -532,7 +532,9 @@ async def test_after_a_crash_sessions_keys_and_ordinals_are_known(tmp_path: Path
             assert refused(await ask(gate, None, path=f"/sessions/a{CHAT}")) == (401, "invalid_api_key")
             assert refused(await ask(gate, over["api_key"])) == (410, "session_ended")
             assert refused(await ask(gate, path=f"/sessions/plain{CHAT}")) == (410, "session_ended")
-            answer = await ask(gate, elsewhere["api_key"], path=f"{base(elsewhere)}/chat/completions")
+            state = await gate.http.get("/runs/exp/sessions/a", headers=bearer(elsewhere["api_key"]))
+            assert (state.json()["run"], state.json()["next_index"]) == ("exp", 1)
+            answer = await ask(gate, elsewhere["api_key"])
             assert said(answer)[0] == "a:1"
             assert [(await create(gate, name))["session_id"] for name in ("a", "b")] == ["a-1", "b-1"]
             assert len(lines(await gate.http.get("/sessions/a/requests", headers=bearer(told["api_key"])))) == 2
@@ -642,6 +644,26 @@ async def test_the_description_of_the_api_has_these_routes() -> None:
         assert "get" in described["/sessions/{session_id}/requests"]
         body = described["/sessions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert body["required"] == ["identity"]
+
+
+async def test_after_a_crash_a_base_url_leads_to_a_run_that_nobody_opened_yet(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"ledger": {"path": str(tmp_path)}}
+    async with FakeWorker() as worker:
+        async with gateway(pool("policy", worker.url), **settings) as gate:
+            told = await create(gate, "a", run="exp")
+        async with gateway(pool("policy", worker.url), **settings) as gate:
+            assert refused(await ask(gate, told["api_key"])) == (401, "invalid_api_key")
+            answer = await ask(gate, told["api_key"], path=f"{base(told)}/chat/completions")
+            assert said(answer)[0] == "a:0"
+
+
+async def test_who_reads_a_run_sees_all_that_has_ended() -> None:
+    async with gate_of() as (_, gate):
+        runs = gate.gateway.runs
+        runs.own.ledger.closed({"event": "last"})
+        folder, live = runs.reading(runs.own.name)
+        assert live
+        assert any(b'"last"' in file.read_bytes() for file in folder.glob("*.jsonl"))
 
 
 async def test_kill_9_after_the_answer_loses_no_session(tmp_path: Path) -> None:
