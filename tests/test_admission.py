@@ -55,7 +55,7 @@ def code(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-async def nothing_more(engine: Engine, count: int, seconds: float = 0.15) -> None:
+async def nothing_more(engine: Engine, count: int, seconds: float = 0.1) -> None:
     """For this long, no more requests than these reach the engine."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(seconds):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -16,7 +16,7 @@ from gateway.core.vitals import Outcome
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.health import LONGEST_PAUSE, Health
 from gateway.settings import Settings
-from tests.field import clock
+from tests.field.clock import jumping
 from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, Wire, chat, completion, delta, gateway, polite, pool
 
 CHAT = "/v1/chat/completions"
@@ -202,15 +202,6 @@ async def test_nonsense_from_a_replica_is_no_reason_to_fail(told: str) -> None:
 
 
 # --- probes over time, under a clock that jumps
-
-
-def jumping(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def run() -> None:
-        clock.run(test())
-
-    run.__name__ = test.__name__
-    run.__doc__ = test.__doc__
-    return run
 
 
 class Played:

@@ -11,7 +11,7 @@ from gateway.sending import Dispatcher, Sending
 from gateway.settings import Timeouts
 from gateway.silence import Silence
 from gateway.upstream import Connections
-from tests.field import clock
+from tests.field.clock import jumping
 from tests.field.routes import CHAT, EVERY, SAMPLING, Route, over
 from tests.harness import FakeWorker, Gate, Reply, Seen, Wire, gateway
 
@@ -59,6 +59,7 @@ async def error(wire: Wire) -> tuple[int, Any]:
 
 
 @over(EVERY)
+@jumping
 async def test_a_silent_replica_that_is_down_is_broken(route: Route) -> None:
     quiet = Quiet(route)
     async with quiet.worker() as worker:
@@ -76,6 +77,7 @@ async def test_a_silent_replica_that_is_down_is_broken(route: Route) -> None:
 
 
 @over((CHAT, EVERY[-1]))
+@jumping
 async def test_before_the_first_byte_another_replica_is_asked(route: Route) -> None:
     quiet = Quiet(route)
     async with quiet.worker() as sick, FakeWorker(route.polite) as well:
@@ -94,6 +96,7 @@ async def test_before_the_first_byte_another_replica_is_asked(route: Route) -> N
 
 
 @over(SAMPLING)
+@jumping
 async def test_in_mid_stream_it_ends_as_an_error(route: Route) -> None:
     quiet = Quiet(route, begin=True)
     async with quiet.worker() as worker:
@@ -108,6 +111,7 @@ async def test_in_mid_stream_it_ends_as_an_error(route: Route) -> None:
             assert b"nothing came for 0.2 s and its probes fail" in await wire.broken_body()
 
 
+@jumping
 async def test_neither_silence_nor_failing_probes_break_a_stream_alone() -> None:
     quiet, go = Quiet(CHAT), asyncio.Semaphore(0)
 
@@ -138,6 +142,7 @@ async def test_neither_silence_nor_failing_probes_break_a_stream_alone() -> None
 
 
 @over(EVERY)
+@jumping
 async def test_a_first_byte_is_waited_for_as_long_as_is_set(route: Route) -> None:
     quiet = Quiet(route)
     async with quiet.worker() as worker:
@@ -149,6 +154,7 @@ async def test_a_first_byte_is_waited_for_as_long_as_is_set(route: Route) -> Non
 
 
 @over(SAMPLING)
+@jumping
 async def test_the_head_of_a_stream_is_no_first_byte(route: Route) -> None:
     """However late it comes: the time runs from the sending."""
 
@@ -166,6 +172,7 @@ async def test_the_head_of_a_stream_is_no_first_byte(route: Route) -> None:
 
 
 @over(SAMPLING)
+@jumping
 async def test_a_stream_may_be_silent_for_as_long_as_is_set(route: Route) -> None:
     quiet = Quiet(route, begin=True)
     async with quiet.worker() as worker:
@@ -177,6 +184,7 @@ async def test_a_stream_may_be_silent_for_as_long_as_is_set(route: Route) -> Non
 
 
 @over((CHAT, EVERY[-1]))
+@jumping
 async def test_a_whole_answer_that_stops_half_way_is_timed_out_too(route: Route) -> None:
     async def script(seen: Seen, reply: Reply) -> None:
         reply.head(200, ("content-type", "application/json"), length=len(route.answer))
@@ -191,6 +199,7 @@ async def test_a_whole_answer_that_stops_half_way_is_timed_out_too(route: Route)
             assert "nothing came for 0.2 s" in json.dumps(told)
 
 
+@jumping
 async def test_a_stream_that_goes_on_is_not_cut_however_long_it_is() -> None:
     async def script(seen: Seen, reply: Reply) -> None:
         reply.sse()
@@ -205,6 +214,7 @@ async def test_a_stream_that_goes_on_is_not_cut_however_long_it_is() -> None:
             assert answer.content == b"".join(CHAT.events)
 
 
+@jumping
 async def test_a_slow_reader_is_not_taken_for_a_silent_replica() -> None:
     """While the client takes nothing, the replica is not read: it has no chance to say anything."""
     chunk = b": " + b"x" * 65536 + b"\n\n"
@@ -229,54 +239,51 @@ async def test_a_slow_reader_is_not_taken_for_a_silent_replica() -> None:
                 assert await wire.body() == chunk * 200 + b"".join(CHAT.events)
 
 
-def test_after_a_pause_silence_is_counted_anew() -> None:
-    async def main() -> None:
-        quiet = Quiet(CHAT, begin=True)
-        async with quiet.worker() as worker:
-            await asyncio.sleep(1)
-            connections = Connections(worker.url)
-            exchange = await connections.send(b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n", b"")
-            await exchange.begun()
-            sending = cast(Sending, SimpleNamespace(sent=exchange, replica=SimpleNamespace(state="up")))
-            silence = Silence(Timeouts(idle=50.0), cast(Dispatcher, None))
-            loop = asyncio.get_running_loop()
-            exchange.pause()
-            await asyncio.sleep(100)
-            exchange.resume()
-            await asyncio.sleep(40)
-            silence.look(sending, loop.time())
-            assert exchange.alive
-            await asyncio.sleep(20)
-            silence.look(sending, loop.time())
-            assert not exchange.alive
-
-    clock.run(main())
+@jumping
+async def test_after_a_pause_silence_is_counted_anew() -> None:
+    quiet = Quiet(CHAT, begin=True)
+    async with quiet.worker() as worker:
+        await asyncio.sleep(1)
+        connections = Connections(worker.url)
+        exchange = await connections.send(b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n", b"")
+        await exchange.begun()
+        sending = cast(Sending, SimpleNamespace(sent=exchange, replica=SimpleNamespace(state="up")))
+        silence = Silence(Timeouts(idle=50.0), cast(Dispatcher, None))
+        loop = asyncio.get_running_loop()
+        exchange.pause()
+        await asyncio.sleep(100)
+        exchange.resume()
+        await asyncio.sleep(40)
+        silence.look(sending, loop.time())
+        assert exchange.alive
+        await asyncio.sleep(20)
+        silence.look(sending, loop.time())
+        assert not exchange.alive
 
 
-def test_the_default_settings_cut_nothing() -> None:
+@jumping
+async def test_the_default_settings_cut_nothing() -> None:
     """Long silence from a replica that passes its probes: before the first byte, and between two."""
 
-    async def main() -> None:
-        async def script(seen: Seen, reply: Reply) -> None:
-            await asyncio.sleep(1000)
-            if seen.json.get("stream"):
-                reply.sse()
-                for event in CHAT.events:
-                    reply.chunk(event)
-                    await asyncio.sleep(500)
-                reply.end()
-            else:
-                CHAT.reply(reply)
+    async def script(seen: Seen, reply: Reply) -> None:
+        await asyncio.sleep(1000)
+        if seen.json.get("stream"):
+            reply.sse()
+            for event in CHAT.events:
+                reply.chunk(event)
+                await asyncio.sleep(500)
+            reply.end()
+        else:
+            CHAT.reply(reply)
 
-        async with FakeWorker(script) as worker:
-            async with gateway(CHAT.pool(worker.url), health={"interval": 60.0}) as gate:
-                for stream, whole in ((False, CHAT.answer), (True, b"".join(CHAT.events))):
-                    answer = await gate.http.post(CHAT.path, json=CHAT.body(stream=stream), timeout=None)
-                    assert answer.content == whole
-
-    clock.run(main())
+    async with FakeWorker(script) as worker:
+        async with gateway(CHAT.pool(worker.url), health={"interval": 60.0}) as gate:
+            for stream, whole in ((False, CHAT.answer), (True, b"".join(CHAT.events))):
+                answer = await gate.http.post(CHAT.path, json=CHAT.body(stream=stream), timeout=None)
+                assert answer.content == whole
 
 
+@jumping
 async def test_waiting_for_a_turn_is_no_silence() -> None:
     go = asyncio.Event()
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any, ParamSpec
+
+P = ParamSpec("P")
 
 
 class _Selector(selectors.DefaultSelector):
@@ -36,3 +39,13 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     """Run a test under the jumping clock."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         runner.run(main)
+
+
+def jumping(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """A coroutine test under the jumping clock."""
+
+    @wraps(test)
+    def under_the_clock(*args: P.args, **kwargs: P.kwargs) -> None:
+        run(test(*args, **kwargs))
+
+    return under_the_clock
