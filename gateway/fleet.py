@@ -38,6 +38,10 @@ class Replica:
         """The most that were inside at once since this was last set."""
         self.leaving = 0
         """Requests that were given up and that the engine may not have left yet."""
+        self.sent = 0
+        """Requests for the engine that were sent."""
+        self.dropped = 0
+        """Of these, those that were given up before their answer had ended."""
         health = everything.health
         self.vitals = Vitals(health.failures, health.successes, health.breaks)
         self.reason = "not probed yet"
@@ -83,8 +87,14 @@ class Replica:
 
     def enter(self) -> None:
         """A request for the engine was sent here."""
+        self.sent += 1
         self.inside += 1
         self.most_inside = max(self.most_inside, self.inside)
+
+    def leave(self, *, complete: bool) -> None:
+        """It ended here, or was given up."""
+        self.inside -= 1
+        self.dropped += not complete
 
     def served(self) -> None:
         """A request was answered here."""

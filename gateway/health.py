@@ -11,6 +11,7 @@ import httpx
 import structlog
 
 from gateway.core import exposition
+from gateway.core.strangers import Look, Watch
 from gateway.core.vitals import Outcome
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.settings import Settings
@@ -36,6 +37,7 @@ class Health:
         self._fleet = fleet
         self._settings = settings.health
         self._watching: dict[Replica, asyncio.Task[None]] = {}
+        self._watches: dict[Replica, Watch] = {}
         self._http: httpx.AsyncClient | None = None
         self.probed = asyncio.Event()
         """Every replica was probed once."""
@@ -59,6 +61,7 @@ class Health:
         present = {replica: pool for pool in self._fleet for replica in pool.replicas.values()}
         for replica in self._watching.keys() - present:
             self._watching.pop(replica).cancel()
+            self._watches.pop(replica, None)
         for replica, pool in present.items():
             if replica not in self._watching:
                 self._watching[replica] = start(self._watch(self._http, pool, replica), f"probe {replica.name}")
@@ -86,25 +89,35 @@ class Health:
             self.probed.set()
 
     async def _look_for_strangers(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
-        """See whether the engine has more requests than ours. Asked twice, since it may count one that has ended."""
-        strangers = await self._outnumbered(http, pool, replica)
-        if strangers:
-            await asyncio.sleep(CONFIRM_SECONDS)
-            strangers = await self._outnumbered(http, pool, replica)
-        if strangers and not replica.foreign:
-            log.warning("foreign traffic", pool=pool.name, replica=replica.name)
-        replica.foreign = strangers
+        """See whether the engine has more requests than ours, or had since the last look.
 
-    async def _outnumbered(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> bool:
+        What it has now is asked twice, since it may count one that has ended.
+        """
+        has, had = await self._outnumbered(http, pool, replica)
+        if has and not had:
+            await asyncio.sleep(CONFIRM_SECONDS)
+            has, had = await self._outnumbered(http, pool, replica)
+        if (has or had) and not replica.foreign:
+            log.warning("foreign traffic", pool=pool.name, replica=replica.name)
+        replica.foreign = has or had
+
+    async def _outnumbered(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> tuple[bool, bool]:
+        """Whether the engine has more requests than ours, and whether it had since the last look."""
         if pool.engine.LOAD is None:
-            return False
+            return False, False
         replica.most_inside = replica.inside
         leaving = replica.leaving
+        sent, inside, dropped = replica.sent, replica.inside, replica.dropped
         told = await _text(http, pool, replica, pool.engine.LOAD)
         if pool.engine.PREFIX_CACHE is not None:
             self._note_cache(pool, replica, exposition.label(told, *pool.engine.PREFIX_CACHE))
         running = pool.engine.running(told)
-        return running is not None and running > replica.most_inside + max(leaving, replica.leaving)
+        has = running is not None and running > replica.most_inside + max(leaving, replica.leaving)
+        done = pool.engine.done(told)
+        if done is None:
+            return has, False
+        watch = self._watches.setdefault(replica, Watch(exact=pool.engine.EXACT))
+        return has, watch.outdone(Look(done, sent, inside + leaving, dropped, replica.sent))
 
     def _note_cache(self, pool: Pool, replica: Replica, told: str | None) -> None:
         if told is not None:

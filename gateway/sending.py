@@ -176,7 +176,7 @@ class Dispatcher:
         """A sending occupies its replica no more."""
         sending.replica.load -= 1
         if sending.sent is not None and sending.computes:
-            sending.replica.inside -= 1
+            sending.replica.leave(complete=sending.sent.complete)
         self.live.pop(sending.engine_id, None)
 
     async def vacate(self, sending: Sending, lane: Lane) -> None:

@@ -194,7 +194,26 @@ def test_each_engines_count_is_read_where_it_stands() -> None:
     assert sglang.running(json.dumps({"loads": ranks})) == 8
 
 
+def test_what_was_scored_is_read_from_the_same_answer() -> None:
+    vllm, sglang = load("vllm"), load("sglang")
+    lines = [
+        'http_requests_total{handler="/v1/models",method="GET",status="2xx"} 9.0',
+        'http_requests_total{handler="/tokenize",method="POST",status="2xx"} 8.0',
+    ]
+    assert vllm.done("\n".join(lines)) == 0
+    lines += [
+        'http_requests_total{handler="/classify",method="POST",status="2xx"} 3.0',
+        'http_requests_total{handler="/classify",method="POST",status="4xx"} 1.0',
+        'http_requests_total{handler="/v1/score",method="POST",status="2xx"} 2.0',
+    ]
+    assert vllm.done("\n".join(lines)) == 6
+    assert (vllm.EXACT, sglang.EXACT) == (True, False)
+    ranks = [{"total_prefill_uncached_tokens": 20}, {"total_prefill_uncached_tokens": 5}]
+    assert sglang.done(json.dumps({"loads": ranks})) == 25
+
+
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("told", ["", "{}", "[]", "null", '{"loads": [{}]}', '{"loads": []}', "<html>"])
 def test_a_count_that_is_not_there_is_unknown_not_zero(name: str, told: str) -> None:
     assert load(name).running(told) is None
+    assert load(name).done(told) is None

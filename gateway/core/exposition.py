@@ -18,6 +18,19 @@ def total(text: str, names: tuple[str, ...]) -> float | None:
         return None
 
 
+def by_label(text: str, name: str, label: str) -> dict[str, float]:
+    """The sums of a series' samples by the value of one label; empty where there is none."""
+    sums: dict[str, float] = {}
+    for value, count in re.findall(
+        rf'^{re.escape(name)}\{{[^\n]*\b{re.escape(label)}="([^"]*)"[^\n]*\}} (\S+)', text, re.M
+    ):
+        try:
+            sums[value] = sums.get(value, 0.0) + float(count)
+        except ValueError:
+            return {}
+    return sums
+
+
 def label(text: str, name: str, label: str) -> str | None:
     """The value of a label of the first sample of a series."""
     match = re.search(rf'^{re.escape(name)}\{{[^\n]*\b{re.escape(label)}="([^"]*)"', text, re.MULTILINE)

@@ -46,6 +46,13 @@ class Engine(Protocol):
     def running(told: str) -> float | None:
         """The requests that run and wait in it, from what `LOAD` answered; None where that does not say."""
 
+    EXACT: bool
+    """`done` counts requests; else it grows by some amount with each."""
+
+    @staticmethod
+    def done(told: str) -> float | None:
+        """What it has scored since its start, from what `LOAD` answered; None where that does not say."""
+
     @staticmethod
     def facts(told: Mapping[str, Any]) -> Facts:
         """What the JSON answers to `ASKS` say, by route."""

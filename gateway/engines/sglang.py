@@ -173,11 +173,21 @@ LOAD = "/v1/loads"
 """The scheduler's own count. Its /metrics tell of a request only after 40 tokens, and only with --enable-metrics."""
 
 PREFIX_CACHE = None
+EXACT = False
 
 
 def running(told: str) -> float | None:
     try:
         counts = [rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in orjson.loads(told)["loads"]]
+        return float(sum(counts)) if counts else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def done(told: str) -> float | None:
+    """Tokens: it counts no requests unless asked to by --enable-metrics."""
+    try:
+        counts = [rank["total_prefill_uncached_tokens"] for rank in orjson.loads(told)["loads"]]
         return float(sum(counts)) if counts else None
     except (ValueError, TypeError, KeyError):
         return None

@@ -106,11 +106,22 @@ connection was closed before, so it shares no step with it."""
 
 PREFIX_CACHE = ("vllm:cache_config_info", "enable_prefix_caching")
 
+EXACT = True
+
 _RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+"""Of requests to score they hardly ever tell: each is gone at the end of its step, when these are written."""
+
+_ANSWERED = "http_requests_total"
+_SCORING = frozenset(path for path, handling in ROUTES.items() if handling.kind == "score")
 
 
 def running(told: str) -> float | None:
     return exposition.total(told, _RUNNING)
+
+
+def done(told: str) -> float | None:
+    by_route = exposition.by_label(told, _ANSWERED, "handler")
+    return sum(count for route, count in by_route.items() if route in _SCORING) if by_route else None
 
 
 def facts(told: Mapping[str, Any]) -> Facts:

@@ -36,3 +36,14 @@ def test_a_label_is_read_from_the_first_sample() -> None:
     assert exposition.label(TEXT, "vllm:cache_config_info", "enable_prefix_caching") == "False"
     assert exposition.label(TEXT, "vllm:cache_config_info", "caching") is None
     assert exposition.label(TEXT, "absent", "engine") is None
+
+
+def test_samples_are_added_up_by_one_label() -> None:
+    text = """http_requests_total{handler="/classify",method="POST",status="2xx"} 4.0
+http_requests_total{handler="/classify",method="POST",status="4xx"} 1.0
+http_requests_total{handler="/v1/models",method="GET",status="2xx"} 2.0
+http_requests_total_created{handler="/classify"} 1.7e9
+"""
+    assert exposition.by_label(text, "http_requests_total", "handler") == {"/classify": 5.0, "/v1/models": 2.0}
+    assert exposition.by_label(text, "http_requests_total", "absent") == {}
+    assert exposition.by_label('x{a="b"} many\n', "x", "a") == {}

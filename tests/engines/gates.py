@@ -41,6 +41,13 @@ class Gate:
         """All that it logged so far."""
         return (self.folder / "log").read_text(errors="replace")
 
+    def wait_logged(self, words: str, seconds: float = 10.0) -> None:
+        """Wait until it has logged these words; `AssertionError` where it has not in time."""
+        deadline = time.monotonic() + seconds
+        while words not in self.log():
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.01)
+
     def records(self, event: str) -> list[dict[str, Any]]:
         """The ledger's records of this event, `opened` or `closed`, in the order in which they were written."""
         files = sorted((self.folder / "ledger").rglob("*.jsonl"))

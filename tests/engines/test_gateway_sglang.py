@@ -252,6 +252,27 @@ class TestLanes:
         assert max(waits) < 2
 
 
+class TestALaneOfOne:
+    def test_who_leaves_shares_no_batch_with_who_follows(self, sglang: Server, tmp_path: Path) -> None:
+        pool = gates.pool("policy", "sglang", [sglang.url], lane={"scope": "replica", "limit": 1})
+        body = chat(max_tokens=8, seed=7, logprobs=True, top_logprobs=5, ignore_eos=True)
+        endless = chat(max_tokens=1500, ignore_eos=True)
+        rng = random.Random(0)
+        waits = []
+        with gates.gateway(tmp_path, pool) as gate:
+            for attempt in range(12):
+                leaving = open_request(gate, CHAT, endless | {"stream": attempt % 2 == 0})
+                time.sleep(rng.choice([0.0, 0.005, 0.02, 0.05, 0.2]))
+                leaving.close()
+                left = time.monotonic()
+                after = ask(gate, CHAT, body)
+                waits.append(time.monotonic() - left)
+                assert after.headers["x-detgate-guarantee"] == "balanced"
+                assert told(after)["choices"][0]["finish_reason"] == "length"
+        print(f"answered {sorted(waits)[len(waits) // 2]:.2f} s after another left, {max(waits):.2f} s at most")
+        assert max(waits) < 5
+
+
 class TestShapes:
     def test_usage_of_several_samples_counts_the_prompt_once(self, gate: Gate, sglang: Server) -> None:
         several = chat(n=2, ignore_eos=True)
@@ -349,6 +370,25 @@ class TestReward:
             listed = ask(gate, CLASSIFY, {"text": list(self.INPUTS)})
             assert [row["embedding"][0] for row in told(listed)] == first
             assert listed.headers["x-detgate-guarantee"] == "strict"
+            assert "foreign" not in gate.log()
+
+    def test_one_request_past_the_gateway_is_found(self, sglang_reward: Server, tmp_path: Path) -> None:
+        pool = gates.pool("reward", "sglang", [sglang_reward.url], role="reward")
+        with gates.gateway(tmp_path, pool, health={"interval": 1.0}) as gate:
+            assert ask(gate, CLASSIFY, {"text": "a"}).headers["x-detgate-guarantee"] == "balanced"
+            told(ask(sglang_reward, CLASSIFY, {"text": "a"}))
+            gate.wait_logged("foreign traffic")
+            assert ask(gate, CLASSIFY, {"text": "a"}).headers["x-detgate-guarantee"] == "none; foreign-traffic"
+
+    def test_who_leaves_is_not_taken_for_a_stranger(self, sglang_reward: Server, tmp_path: Path) -> None:
+        pool = gates.pool("reward", "sglang", [sglang_reward.url], role="reward")
+        rng = random.Random(0)
+        with gates.gateway(tmp_path, pool, health={"interval": 0.05}) as gate:
+            for _ in range(30):
+                with open_request(gate, CLASSIFY, {"text": "word " * 300}):
+                    time.sleep(rng.uniform(0, 0.05))
+                time.sleep(rng.choice([0.01, 0.2]))
+            assert ask(gate, CLASSIFY, {"text": "a"}).headers["x-detgate-guarantee"] == "balanced"
             assert "foreign" not in gate.log()
 
     def test_a_radix_cache_is_found_out(self, tmp_path: Path) -> None:

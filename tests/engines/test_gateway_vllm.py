@@ -528,12 +528,11 @@ class TestReward:
             assert ask(gate, CLASSIFY, {"model": "mid-rm", "input": "a"}).headers["x-detgate-guarantee"] == "balanced"
             assert "foreign" not in gate.log()
 
-    def test_who_asks_past_the_gateway_is(self, mid_reward: Server, tmp_path: Path) -> None:
+    def test_one_request_past_the_gateway_is_found(self, mid_reward: Server, tmp_path: Path) -> None:
         pool = gates.pool("reward", "vllm", [mid_reward.url], role="reward")
-        with gates.gateway(tmp_path, pool, health={"interval": 0.05}) as gate:
-            with httpx.Client(base_url=mid_reward.url, timeout=60) as stranger:
-                deadline = time.monotonic() + 20
-                many = {"model": "mid-rm", "input": ["word " * 300] * 40}
-                while "foreign" not in gate.log():
-                    assert time.monotonic() < deadline
-                    told(stranger.post(CLASSIFY, json=many))
+        body = {"model": "mid-rm", "input": "a"}
+        with gates.gateway(tmp_path, pool, health={"interval": 1.0}) as gate:
+            assert ask(gate, CLASSIFY, body).headers["x-detgate-guarantee"] == "balanced"
+            told(ask(mid_reward, CLASSIFY, body))
+            gate.wait_logged("foreign traffic")
+            assert ask(gate, CLASSIFY, body).headers["x-detgate-guarantee"] == "none; foreign-traffic"
