@@ -91,7 +91,6 @@ def in_flight(gate: Gate) -> int:
     return sum(replica["in_flight"] for replica in gate.replicas("/readyz").values())
 
 
-@pytest.mark.smoke
 class TestTwoRuns:
     """A rollout of 256 calls, 32 in flight, by two gateway processes with different PYTHONHASHSEED."""
 
@@ -111,6 +110,7 @@ class TestTwoRuns:
         """What was decided and answered for each prompt, whichever of its callers got it."""
         return Counter((answer.prompt, answer.text, *sorted(answer.decisions.items())) for answer in run)
 
+    @pytest.mark.smoke
     def test_a_session_each(self, vllm_pair: list[Server], tmp_path: Path) -> None:
         runs = self.runs(vllm_pair, tmp_path, "/sessions/{prompt}:{sample}/v1")
         figures = contrast.compare(*runs)
