@@ -355,7 +355,6 @@ class TestErrors:
         assert set(error.response.json()["error"]) >= {"message", "type", "param", "code"}
 
 
-@pytest.mark.smoke
 class TestLeaving:
     @pytest.mark.parametrize("stream", [False, True])
     def test_it_is_cancelled_in_the_engine(self, gate: Gate, vllm_pair: list[Server], stream: bool) -> None:
