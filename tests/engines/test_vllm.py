@@ -166,9 +166,10 @@ class TestStreams:
         assert json.loads(lines[-1])["type"] == last
 
     def test_closing_the_connection_cancels(self, vllm: Server) -> None:
-        endless = chat(max_tokens=2000, ignore_eos=True, seed=1)
+        # So many samples that they outlast a look at metrics, which a busy server may answer seconds late.
+        endless = chat(n=32, max_tokens=2000, ignore_eos=True, seed=1)
         with open_request(vllm, CHAT, endless):
-            assert wait_metric(vllm, RUNNING, 1, seconds=5)
+            assert wait_metric(vllm, RUNNING, 32, seconds=20)
         assert wait_metric(vllm, RUNNING, 0, seconds=1)
 
     def test_an_idle_connection_is_closed_after_five_seconds(self, vllm: Server) -> None:
