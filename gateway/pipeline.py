@@ -60,7 +60,8 @@ class Pipeline:
         self._reader = Reader(settings, runs.own.name, sessions, fleet)
         self._episodes = Episodes(settings, telemetry)
         self._record = Record(settings, sessions, store, telemetry)
-        self._statement = Statement(settings)
+        self._statement = Statement(settings, telemetry)
+        self._telemetry = telemetry
         self.draining = False
         self.drained = asyncio.Event()
         self._serving = 0
@@ -219,6 +220,7 @@ class Pipeline:
     def _refuse(self, work: Work, client: Client, fault: Fault) -> None:
         work.fault = fault
         work.answer.status = fault.status
+        self._telemetry.refusals.add(fault.code)
         if client.response_complete:
             return
         if client.started:

@@ -8,13 +8,15 @@ from gateway.core import guarantee
 from gateway.core.types import Handling, Headers
 from gateway.sending import Sending
 from gateway.settings import Settings
+from gateway.telemetry import Telemetry
 from gateway.work import Asked, Work
 
 
 class Statement:
     """Writes the X-Detgate headers."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, telemetry: Telemetry) -> None:
+        self._reasons = telemetry.reasons
         self._off = settings.profile == "off"
         self._strict = settings.profile == "strict"
 
@@ -38,6 +40,8 @@ class Statement:
         reasons = job.flags + self._reasons_of(sending, asked.handling)
         if work.raced and "racing" not in reasons:
             reasons.insert(0, "racing")
+        for reason in reasons:
+            self._reasons.add(reason)
         best: guarantee.Level = "strict" if self._strict and job.pool.stable else "balanced"
         headers += (
             (b"x-detgate-replica", sending.replica.name.encode()),

@@ -98,6 +98,8 @@ class Telemetry:
         self.reused = Counter("detgate_index_reused", "Indices taken again by a repeat of their request.")
         self.unseeded = Counter("detgate_unseeded", "Sampled requests that left without a seed.", ("route",))
         self.guard = Counter("detgate_guard", "Guards that saw something suspicious.", ("guard",))
+        self.refusals = Counter("detgate_refusals", "Requests that the gateway itself answered by an error.", ("code",))
+        self.reasons = Counter("detgate_reasons", "Answers whose promise did not hold whole, by each reason.", ("reason",))
         self.store_errors = Counter("detgate_store_errors", "Calls to the store that failed.")
         self.ledger_errors = Counter("detgate_ledger_errors", "Records that could not be written.")
         self.overhead = Histogram(
