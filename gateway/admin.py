@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import structlog
 from fastapi import APIRouter, Depends, Query, Request, Response
 
 from gateway import exports
-from gateway.changes import Changes
+from gateway.changes import Change
 from gateway.core import identity
 from gateway.core.errors import Conflict, NotFound
 from gateway.fleet import Fleet, Pool, Replica
@@ -16,11 +16,12 @@ from gateway.keys import AdminKey, given
 from gateway.runs import Runs
 from gateway.settings import Replica as ReplicaSettings
 from gateway.settings import Settings
+from gateway.siblings import Siblings
 
 log = structlog.get_logger("detgate.admin")
 
 
-def build(settings: Settings, runs: Runs, fleet: Fleet, changes: Changes) -> APIRouter:
+def build(settings: Settings, runs: Runs, fleet: Fleet, siblings: Siblings) -> APIRouter:
     """The routes under /admin. Without an admin key they are open on a loopback bind, and closed on any other."""
     router = APIRouter(prefix="/admin", dependencies=[Depends(guard(settings))])
 
@@ -35,6 +36,12 @@ def build(settings: Settings, runs: Runs, fleet: Fleet, changes: Changes) -> API
                 f"Pool {pool.name} has no replica {name!r}. It has: {', '.join(pool.replicas)}.", param="name"
             )
 
+    async def change(what: Literal["drain", "remove"], pool: str, name: str) -> dict[str, Any]:
+        named(pool_of(pool), name)
+        replica = fleet.pools[pool].replicas[name]
+        await siblings.change(Change(what, pool, name))
+        return _shown(replica)
+
     @router.get("/replicas", summary="All replicas and their states")
     async def replicas() -> dict[str, Any]:
         return {pool.name: [_shown(replica) for replica in pool.replicas.values()] for pool in fleet}
@@ -44,17 +51,16 @@ def build(settings: Settings, runs: Runs, fleet: Fleet, changes: Changes) -> API
         into = pool_of(pool)
         if any(replica.name == other.name for other in fleet.replicas):
             raise Conflict(f"There is a replica {replica.name!r} already.", code="replica_exists", param="name")
-        return _shown(changes.add(into, replica))
+        await siblings.change(Change("add", pool, replica.name, replica))
+        return _shown(into.replicas[replica.name])
 
     @router.post("/pools/{pool}/replicas/{name}/drain", summary="Send it nothing more; what is in flight ends")
     async def drain(pool: str, name: str) -> dict[str, Any]:
-        named(pool_of(pool), name)
-        return _shown(changes.drain(pool_of(pool), name))
+        return await change("drain", pool, name)
 
     @router.delete("/pools/{pool}/replicas/{name}", summary="Take it out; what is in flight ends")
     async def remove(pool: str, name: str) -> dict[str, Any]:
-        named(pool_of(pool), name)
-        return _shown(changes.remove(pool_of(pool), name))
+        return await change("remove", pool, name)
 
     @router.get("/runs/{run}/requests", summary="The requests of a run, a JSON object a line")
     async def requests(

@@ -15,6 +15,7 @@ from gateway.pipeline import Pipeline
 from gateway.runs import Runs
 from gateway.sessions import Sessions
 from gateway.settings import InvalidSettings, Settings
+from gateway.siblings import Alone, Siblings
 from gateway.silence import Silence
 from gateway.stores.memory import MemoryStore
 from gateway.tasks import start, stop
@@ -37,6 +38,7 @@ class Gateway:
         self.pipeline = Pipeline(settings, self.runs, self.sessions, self.fleet, store, self.telemetry)
         self.health = Health(settings, self.fleet)
         self.changes = Changes(self.run, self.fleet, self.health, self.runs.own.ledger)
+        self.siblings: Siblings = Alone(self.changes)
         self.silence = Silence(settings.timeouts, self.pipeline.dispatcher)
         self.head_bytes = settings.limits.head_bytes
         self.body_bytes = settings.limits.body_bytes
@@ -62,7 +64,7 @@ class Gateway:
             self._store,
             self.fleet,
             self.telemetry,
-            self.changes,
+            self.siblings,
             lambda: self.draining,
         )
         return DataPlane(self, rest)
@@ -100,6 +102,6 @@ class Gateway:
 
         add = self.telemetry.gauge
         add("detgate_in_flight", "Requests on their way to a replica or in it.", replica_labels, loads)
-        add("detgate_replica_up", "1 while a replica answers its probes.", replica_labels, ups)
+        add("detgate_replica_up", "1 while a replica answers its probes.", replica_labels, ups, "min")
         add("detgate_lane_waiting", "Requests that wait in lanes.", ("pool",), waiting)
-        add("detgate_sessions", "Sessions that were created and have not ended.", (), sessions)
+        add("detgate_sessions", "Sessions that were created and have not ended.", (), sessions, "max")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import structlog
 
 from gateway.core.errors import StoreFault
@@ -12,6 +15,20 @@ from gateway.settings import Replica as ReplicaSettings
 from gateway.settings import Settings
 
 log = structlog.get_logger("detgate.fleet")
+
+Picture = dict[str, dict[str, tuple[ReplicaSettings, bool]]]
+"""The fleet: pool → name of a replica → what it is, and whether it is drained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change, as whoever administers asked for it."""
+
+    what: Literal["add", "drain", "remove"]
+    pool: str
+    name: str
+    settings: ReplicaSettings | None = None
+    """What is added."""
 
 
 class Changes:
@@ -36,6 +53,32 @@ class Changes:
         replica = pool.remove(name)
         self._fleet.learnt()
         return self._done("removed", pool, replica)
+
+    def apply(self, change: Change) -> None:
+        """Make a change, unless the fleet is so already."""
+        pool = self._fleet.pools[change.pool]
+        if change.settings is not None:
+            if change.name not in pool.replicas:
+                self.add(pool, change.settings)
+        elif change.name in pool.replicas:
+            (self.drain if change.what == "drain" else self.remove)(pool, change.name)
+
+    @property
+    def picture(self) -> Picture:
+        """The fleet as it is."""
+        return {
+            pool.name: {name: (replica.settings, replica.draining) for name, replica in pool.replicas.items()}
+            for pool in self._fleet
+        }
+
+    def match(self, picture: Picture) -> None:
+        """Bring the fleet to a picture of it."""
+        for name, replicas in picture.items():
+            pool = self._fleet.pools[name]
+            self._match(pool, {replica: settings for replica, (settings, _) in replicas.items()})
+            for replica, (_, draining) in replicas.items():
+                if draining and not pool.replicas[replica].draining:
+                    self.drain(pool, replica)
 
     def reload(self, now: Settings, then: Settings) -> list[str]:
         """Bring the replicas of `now` to those of `then`. Gives the keys that differ but need a restart."""

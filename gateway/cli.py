@@ -50,9 +50,21 @@ def _serve(args: argparse.Namespace) -> int:
     settings = _settings(args)
     if not settings.pools:
         raise InvalidSettings(["pools: none; list them in a file (--config), or name servers by --worker-urls"])
+    from gateway import serve, workers
+
+    if settings.workers > 1:
+        return workers.run(settings, lambda: _settings(args), resume=args.resume, new_run=args.new_run)
+    serve.run(settings, lambda: _settings(args), resume=args.resume, new_run=args.new_run)
+    return 0
+
+
+def _worker(args: argparse.Namespace) -> int:
+    import socket
+
     from gateway import serve
 
-    serve.run(settings, lambda: _settings(args), resume=args.resume, new_run=args.new_run)
+    line, *sockets = (socket.socket(fileno=descriptor) for descriptor in args.descriptors)
+    serve.work(line, sockets)
     return 0
 
 
@@ -129,6 +141,7 @@ _SETTINGS = {
     "state": ("--state", "memory, or redis://host:6379/0"),
     "host": ("--host", "address to listen on"),
     "port": ("--port", "port to listen on; 0: a free one"),
+    "workers": ("--workers", "processes that serve; more than one needs state: redis://…"),
     "insecure": ("--insecure", "listen off loopback without keys too"),
     "ledger.path": ("--ledger", "folder of the runs' records"),
     "log.level": ("--log-level", "debug, info, warning or error"),
@@ -159,6 +172,9 @@ def _parser() -> argparse.ArgumentParser:
     serve = add("serve", _serve, "the gateway before the pools of the configuration")
     _serve_flags(serve)
     _run_flags(serve)
+    # Not for people: what `serve` with several workers starts. Without a help text it is not listed.
+    commands.add_parser("worker").set_defaults(command=_worker)
+    commands.choices["worker"].add_argument("descriptors", nargs="+", type=int)
     demo = add("demo", _demo, "simulated replicas with the gateway in front")
     _demo_flags(demo)
     _run_flags(demo)
@@ -185,7 +201,7 @@ def _config_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo_flags(parser: argparse.ArgumentParser) -> None:
-    _setting_flags(parser, [key for key in _SETTINGS if key not in ("engine", "worker_urls")])
+    _setting_flags(parser, [key for key in _SETTINGS if key not in ("engine", "worker_urls", "workers")])
 
 
 def _seed_flags(parser: argparse.ArgumentParser) -> None:

@@ -11,8 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway import __version__, admin, sessions_api
-from gateway.changes import Changes
+from gateway import __version__, admin, rl_api, sessions_api
 from gateway.core.errors import CallerFault, Fault, NotFound, WrongMethod
 from gateway.core.shapes import error_body, error_headers
 from gateway.fleet import Fleet, Pool
@@ -20,6 +19,7 @@ from gateway.routes import API_OF
 from gateway.runs import Runs
 from gateway.sessions import Sessions
 from gateway.settings import Settings
+from gateway.siblings import Siblings
 from gateway.stores import Store
 from gateway.telemetry import Telemetry
 
@@ -33,7 +33,7 @@ def build(
     store: Store,
     fleet: Fleet,
     telemetry: Telemetry,
-    changes: Changes,
+    siblings: Siblings,
     draining: Callable[[], bool],
 ) -> FastAPI:
     """The application. What it shows is read when it is asked for."""
@@ -41,8 +41,9 @@ def build(
     app = FastAPI(title="detgate", version=__version__, docs_url=None, redoc_url=None)
     _errors(app)
     app.add_middleware(Verbatim)
-    app.include_router(admin.build(settings, runs, fleet, changes))
+    app.include_router(admin.build(settings, runs, fleet, siblings))
     app.include_router(sessions_api.build(settings, runs, sessions, store))
+    app.include_router(rl_api.build(settings, runs, sessions, store))
 
     @app.get("/livez", summary="The process runs")
     async def livez() -> dict[str, str]:
@@ -73,7 +74,7 @@ def build(
 
     @app.get("/metrics", summary="Prometheus exposition")
     async def metrics() -> Response:
-        return Response(telemetry.exposition(), media_type=EXPOSITION)
+        return Response(telemetry.exposition(await siblings.numbers()), media_type=EXPOSITION)
 
     @app.get("/determinism", summary="What is known of the engines' determinism")
     async def determinism() -> dict[str, Any]:

@@ -8,7 +8,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from gateway.assembly import Gateway
 from gateway.carriers.http1 import Carrier
 from gateway.logs import configure
 from gateway.settings import InvalidSettings, Settings
+from gateway.siblings import Start, Worker, first
 from gateway.tasks import start
 
 log = structlog.get_logger("detgate")
@@ -33,10 +34,23 @@ def run(settings: Settings, load: Callable[[], Settings], *, resume: bool = Fals
     configure(settings.log)
     for line in settings.warnings():
         log.warning(line)
+    _run(_alone(settings, load, resume, new_run))
+
+
+def work(line: socket.socket, sockets: Sequence[socket.socket]) -> None:
+    """Serve as one of several workers: what, is the first that comes over the line to the process that started this."""
+    begin: Start = first(line)
+    configure(begin.settings.log)
+    structlog.contextvars.bind_contextvars(worker=begin.number)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _run(_worker(begin, line, sockets))
+
+
+def _run(serving: Coroutine[Any, Any, None]) -> None:
     _allow_files()
     loop_factory = uvicorn.Config("", loop="uvloop").get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(_serve(settings, load, resume, new_run))
+        runner.run(serving)
 
 
 def _allow_files() -> None:
@@ -46,19 +60,41 @@ def _allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _serve(settings: Settings, load: Callable[[], Settings], resume: bool, new_run: bool) -> None:
+async def _alone(settings: Settings, load: Callable[[], Settings], resume: bool, new_run: bool) -> None:
     gateway = Gateway(settings, resume=resume, new_run=new_run)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, gateway, load)
+    await _serve(gateway, Server(gateway))
+
+
+async def _worker(begin: Start, line: socket.socket, sockets: Sequence[socket.socket]) -> None:
+    gateway = Gateway(begin.settings, resume=begin.resume, new_run=begin.new_run)
+    if begin.picture is not None:
+        gateway.changes.match(begin.picture)
+    worker = gateway.siblings = Worker(line, gateway.changes, gateway.telemetry, begin.settings)
+    server = Server(gateway, sockets)
+    hearing = start(_hear(worker, server), "line")
+    try:
+        await _serve(gateway, server, lambda _: worker.ready())
+    finally:
+        hearing.cancel()
+
+
+async def _hear(worker: Worker, server: Server) -> None:
+    await worker.run()
+    log.error("the process that started this worker has gone: it ends too")
+    server.handle_exit(signal.SIGTERM, None)
+
+
+async def _serve(gateway: Gateway, server: Server, ready: Callable[[Gateway], object] | None = None) -> None:
     own = gateway.runs.own
-    log.info("run", run=own.name, resumed=own.resumed, ledger=str(own.folder), profile=settings.profile)
+    log.info("run", run=own.name, resumed=own.resumed, ledger=str(own.folder), profile=gateway.settings.profile)
     if own.differs:
         log.error("not ready: the run began with other settings", run=own.name, keys=own.differs)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, gateway, load)
     async with gateway.running():
-        server = Server(gateway)
         # What stands now stays: the collector need not walk it again at each of its rounds, under load.
         gc.collect()
         gc.freeze()
-        await server.listen()
+        await server.listen(ready)
 
 
 def _reload(gateway: Gateway, load: Callable[[], Settings]) -> None:
@@ -76,9 +112,9 @@ def _reload(gateway: Gateway, load: Callable[[], Settings]) -> None:
 class Server(uvicorn.Server):
     """uvicorn, with the data plane's carrier in its sockets and a drain that ends what outlives its deadline."""
 
-    def __init__(self, gateway: Gateway, sock: socket.socket | None = None) -> None:
+    def __init__(self, gateway: Gateway, sockets: Sequence[socket.socket] = ()) -> None:
         self.gateway = gateway
-        self._sock = sock
+        self._sockets = list(sockets)
         timeouts = gateway.settings.timeouts
         super().__init__(
             uvicorn.Config(
@@ -105,7 +141,7 @@ class Server(uvicorn.Server):
         watch = start(self._watch(), "connections")
         try:
             with self.capture_signals():
-                await self._serve([self._sock] if self._sock is not None else None)
+                await self._serve(self._sockets or None)
                 # Drained as asked: a SIGTERM is not raised again, so that the exit status is 0.
                 self._captured_signals = [sig for sig in self._captured_signals if sig != signal.SIGTERM]
         finally:

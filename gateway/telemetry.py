@@ -7,20 +7,29 @@ asked. Label values come from configuration and from small fixed sets, never fro
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Literal
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.registry import Collector
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 OVERHEAD = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
 
 Labels = tuple[str, ...]
+
+Across = Literal["sum", "min", "max"]
+"""What the values that several processes have for one gauge are together."""
+
+Numbers = list[Metric]
+"""The series of one process at one moment."""
 
 
 class Counter:
@@ -44,9 +53,14 @@ class Gauge:
     """A number read when it is scraped."""
 
     def __init__(
-        self, name: str, help: str, labels: Labels, read: Callable[[], Iterable[tuple[Labels, float]]]
+        self,
+        name: str,
+        help: str,
+        labels: Labels,
+        read: Callable[[], Iterable[tuple[Labels, float]]],
+        across: Across = "sum",
     ) -> None:
-        self.name, self.help, self.labels, self.read = name, help, labels, read
+        self.name, self.help, self.labels, self.read, self.across = name, help, labels, read, across
 
     def collect(self) -> Metric:
         family = GaugeMetricFamily(self.name, self.help, labels=self.labels)
@@ -99,9 +113,12 @@ class Telemetry:
         self.unseeded = Counter("detgate_unseeded", "Sampled requests that left without a seed.", ("route",))
         self.guard = Counter("detgate_guard", "Guards that saw something suspicious.", ("guard",))
         self.refusals = Counter("detgate_refusals", "Requests that the gateway itself answered by an error.", ("code",))
-        self.reasons = Counter("detgate_reasons", "Answers whose promise did not hold whole, by each reason.", ("reason",))
+        self.reasons = Counter(
+            "detgate_reasons", "Answers whose promise did not hold whole, by each reason.", ("reason",)
+        )
         self.store_errors = Counter("detgate_store_errors", "Calls to the store that failed.")
         self.ledger_errors = Counter("detgate_ledger_errors", "Records that could not be written.")
+        self.worker_restarts = Counter("detgate_worker_restarts", "Workers that died and were replaced.")
         self.overhead = Histogram(
             "detgate_overhead_seconds", "Time that the gateway itself added to a request.", OVERHEAD
         )
@@ -109,12 +126,17 @@ class Telemetry:
         self.total = Histogram("detgate_request_seconds", "Time of a whole request.")
         self.lane_wait = Histogram("detgate_lane_wait_seconds", "Time spent waiting in lanes.", labels=("pool",))
         self.gauges: list[Gauge] = []
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
-    def gauge(self, name: str, help: str, labels: Labels, read: Callable[[], Iterable[tuple[Labels, float]]]) -> None:
-        """Add a gauge whose values are read at each scrape."""
-        self.gauges.append(Gauge(name, help, labels, read))
+    def gauge(
+        self,
+        name: str,
+        help: str,
+        labels: Labels,
+        read: Callable[[], Iterable[tuple[Labels, float]]],
+        across: Across = "sum",
+    ) -> None:
+        """Add a gauge whose values are read at each scrape. `across`: what those of several processes are together."""
+        self.gauges.append(Gauge(name, help, labels, read, across))
 
     def collect(self) -> Iterator[Metric]:
         for series in vars(self).values():
@@ -123,6 +145,47 @@ class Telemetry:
         for gauge in self.gauges:
             yield gauge.collect()
 
-    def exposition(self) -> bytes:
-        """The text that Prometheus scrapes."""
-        return generate_latest(self._registry)
+    def numbers(self) -> Numbers:
+        """Every series as it is now."""
+        return list(self.collect())
+
+    def exposition(self, others: Sequence[Numbers] = ()) -> bytes:
+        """The text that Prometheus scrapes: the series of this process, and of `others`, as one."""
+        numbers = self.numbers()
+        if others:
+            numbers = together([numbers, *others], {gauge.name: gauge.across for gauge in self.gauges})
+        return generate_latest(_Told(numbers))
+
+
+class _Told(Collector):
+    """Numbers as prometheus-client reads them."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        self._numbers = numbers
+
+    def collect(self) -> Iterable[Metric]:
+        return self._numbers
+
+
+def lasting(numbers: Numbers) -> Numbers:
+    """What still counts when its process has ended: all but the gauges."""
+    return [family for family in numbers if family.type != "gauge"]
+
+
+def together(parts: Iterable[Numbers], across: Mapping[str, Across]) -> Numbers:
+    """The numbers of several processes as one: sums, but for the gauges that `across` says are something else."""
+    families: dict[str, Metric] = {}
+    values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
+    for family in chain.from_iterable(parts):
+        if family.name not in families:
+            families[family.name] = Metric(family.name, family.documentation, family.type, family.unit)
+        merge = _MERGE[across.get(family.name, "sum")]
+        for sample in family.samples:
+            key = (family.name, sample.name, tuple(sample.labels.items()))
+            values[key] = merge((values[key], sample.value)) if key in values else sample.value
+    for (name, sample_name, labels), value in values.items():
+        families[name].add_sample(sample_name, dict(labels), value)
+    return list(families.values())
+
+
+_MERGE: dict[Across, Callable[[tuple[float, float]], float]] = {"sum": sum, "min": min, "max": max}

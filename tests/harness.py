@@ -115,7 +115,7 @@ class _Server(Server):
     """The real server, without its hold on the process's signals."""
 
     def __init__(self, gateway: Gateway, sock: socket.socket, carrier: CarrierName) -> None:
-        super().__init__(gateway, sock)
+        super().__init__(gateway, [sock])
         self.listening = asyncio.Event()
         if carrier == "asgi":
             self.config.http = "httptools"

@@ -28,6 +28,7 @@ SERIES = {
     "detgate_guard": {"guard"},
     "detgate_store_errors": set(),
     "detgate_ledger_errors": set(),
+    "detgate_worker_restarts": set(),
 }
 
 

@@ -23,6 +23,7 @@ from gateway.settings import checks, messages, sources
 from gateway.settings.messages import InvalidSettings
 from gateway.settings.schema import (
     Auth,
+    Count,
     Guards,
     Health,
     Lane,
@@ -96,6 +97,7 @@ class Settings(BaseSettings):
     state: State = Field("memory", description="Where counters live: memory, or redis://host:6379/0.", repr=False)
     host: str = Field("127.0.0.1", description="Address to listen on.", min_length=1)
     port: Port = Field(8000, description="Port to listen on; 0: a free one.")
+    workers: Count = Field(1, description="Processes that serve; more than one needs state: redis://….")
     insecure: bool = Field(False, description="Listen off loopback without api_keys too.")
     ledger: Ledger = Field(Ledger(), description="The record of every request.")
     sessions: Sessions = Field(Sessions(), description="Who may ask, and for how long a session lasts.")

@@ -18,6 +18,8 @@ def contradictions(settings: Settings) -> Iterator[str]:
     yield from _twice(settings)
     if settings.state != "memory" and settings.run is None:
         yield "run: a name is needed with redis, where gateways meet in a run by its name"
+    if settings.workers > 1 and settings.state == "memory":
+        yield f"workers: {settings.workers} cannot share state: memory; set state: redis://…, or workers: 1"
     if not (is_loopback(settings.host) or settings.auth.api_keys or settings.insecure):
         yield (
             f"host: {settings.host} can be reached from elsewhere, and auth.api_keys has none; add keys, or"

@@ -37,6 +37,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         "state": "memory",
         "host": "127.0.0.1",
         "port": 8000,
+        "workers": 1,
         "insecure": False,
         "ledger": {"path": "ledger", "bodies": False},
         "sessions": {"required": False, "idle_seconds": 86400, "allow_random": False},
