@@ -1,0 +1,329 @@
+"""The connection of one process to the store, a Redis or Valkey server.
+
+All calls that are made in one turn of the event loop leave in one write, in the order in which they were made, and the
+server runs them in that order. A call is answered within `timeouts.store` or fails with `StoreFault`; then the
+connection is dropped and another one opened, so nothing ever waits behind a call that is lost. Whether a call that
+failed was run is not known. It may even run later: `generation` tells connections apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hiredis
+import structlog
+
+from gateway.core.errors import StoreFault
+from gateway.shared.address import Address
+
+log = structlog.get_logger("detgate.store")
+
+Words = Sequence[str | bytes | int]
+Hear = Callable[[bytes], None]
+
+AGAIN, AGAIN_AT_MOST = 0.05, 1.0
+"""Seconds until a connection is tried again: the first time, and at most."""
+
+_ASTRAY = ("READONLY", "LOADING", "MASTERDOWN", "NOSCRIPT", "MOVED", "CLUSTERDOWN", "NOAUTH", "WRONGPASS")
+"""Errors that mean: this server is not, or not yet, the one to ask, or has forgotten the scripts."""
+
+
+class Script:
+    """A Lua script that the server runs as one step."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+class Link:
+    """Owns the connection. `run` keeps it up; `failed` is called once for each call that fails."""
+
+    def __init__(self, address: Address, seconds: float, failed: Callable[[], None] = lambda: None) -> None:
+        self.address = address
+        self.seconds = seconds
+        """How long a call may take."""
+        self.generation = 0
+        """Which connection this is, from 1. What was sent by an earlier one may still be run, late."""
+        self.why_down: str | None = "not connected yet"
+        """Why the store cannot be asked; None: it can."""
+        self.connected: list[Callable[[], None]] = []
+        """Called when a new connection is there, before any call goes out by it."""
+        self._failed = failed
+        self._wire: _Wire | None = None
+        self._up = asyncio.Event()
+        self._down_since: float | None = None
+        self._out = False
+        """An outage was logged."""
+        self._heard: dict[bytes, list[Hear]] = {}
+
+    # --- calls
+    async def call(self, script: Script, keys: Words, args: Words) -> Any:
+        """Run a script; its reply. Raises `StoreFault`: then it was not run, was run, or runs yet."""
+        if self._wire is None:
+            await self._connected()
+        return await self.send(script, keys, args)
+
+    def send(self, script: Script, keys: Words, args: Words) -> asyncio.Future[Any]:
+        """As `call`, but its place among the calls is fixed now. Raises `StoreFault` where there is no connection."""
+        if self._wire is None:
+            raise self.fault()
+        return self._wire.run(script, keys, args)
+
+    def fault(self) -> StoreFault:
+        """The failure of a call, counted."""
+        self._failed()
+        return StoreFault("The store that keeps indices does not answer. Nothing was decided; ask again.")
+
+    async def _connected(self) -> None:
+        """Wait for a connection, if it is not long that there is none."""
+        loop = asyncio.get_running_loop()
+        since = self._down_since if self._down_since is not None else loop.time()
+        try:
+            async with asyncio.timeout_at(since + self.seconds):
+                await self._up.wait()
+        except TimeoutError:
+            raise self.fault() from None
+
+    # --- messages
+    def subscribe(self, channel: bytes, hear: Hear) -> None:
+        """Have `hear` called with each message of a channel. A message may be lost, with the connection."""
+        hearers = self._heard.setdefault(channel, [])
+        hearers.append(hear)
+        if len(hearers) == 1 and self._wire is not None:
+            self._wire.tell("SUBSCRIBE", channel)
+
+    def unsubscribe(self, channel: bytes, hear: Hear) -> None:
+        """Hear no more of it."""
+        hearers = self._heard[channel]
+        hearers.remove(hear)
+        if not hearers:
+            del self._heard[channel]
+            if self._wire is not None:
+                self._wire.tell("UNSUBSCRIBE", channel)
+
+    def _hear(self, message: list[Any]) -> None:
+        if message[0] == b"message":
+            for hear in tuple(self._heard.get(message[1], ())):
+                hear(message[2])
+
+    # --- the connection
+    async def run(self) -> None:
+        """Keep a connection open, for ever."""
+        loop = asyncio.get_running_loop()
+        self._down_since = loop.time()
+        pause = AGAIN
+        try:
+            while True:
+                try:
+                    wire = await self._open()
+                except (OSError, TimeoutError, hiredis.HiredisError) as error:
+                    self._lost(_words(error))
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, AGAIN_AT_MOST)
+                    continue
+                pause = AGAIN
+                self._take(wire)
+                await wire.ended
+        finally:
+            if self._wire is not None:
+                self._wire.drop("the gateway stops")
+            self._wire = None
+
+    async def _open(self) -> _Wire:
+        address = self.address
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self.seconds):
+            _, wire = await loop.create_connection(
+                lambda: _Wire(self.seconds, self._hear, self.fault, self._lost),
+                address.host,
+                address.port,
+                ssl=address.tls,
+                server_hostname=address.host if address.tls is not None else None,
+            )
+            try:
+                secret = ("AUTH", address.username or "default", address.password) if address.password else ()
+                hello = wire.ask("HELLO", 3, *secret, "SETNAME", "detgate")
+                chosen = wire.ask("SELECT", address.db)
+                await asyncio.gather(hello, chosen)
+            except BaseException:
+                wire.drop("it did not greet")
+                raise
+        return wire
+
+    def _take(self, wire: _Wire) -> None:
+        if wire.ended.done():
+            self._lost(wire.ended.result())
+            return
+        self.generation += 1
+        self._wire = wire
+        wire.greeted = True
+        if self._heard:
+            wire.tell("SUBSCRIBE", *self._heard)
+        for connected in self.connected:
+            connected()
+        self._up.set()
+        self.why_down = None
+        if self._out:
+            self._out = False
+            seconds = asyncio.get_running_loop().time() - (self._down_since or 0.0)
+            log.warning("the store answers again", store=str(self.address), seconds=round(seconds, 3))
+        self._down_since = None
+
+    def _lost(self, why: str) -> None:
+        self._wire = None
+        self._up.clear()
+        self.why_down = why
+        if self._down_since is None:
+            self._down_since = asyncio.get_running_loop().time()
+        if not self._out:
+            self._out = True
+            log.error("the store does not answer", store=str(self.address), why=why)
+
+
+class _Wire(asyncio.Protocol):
+    """One connection. It is dropped when its oldest call has waited too long."""
+
+    def __init__(
+        self,
+        seconds: float,
+        hear: Callable[[list[Any]], None],
+        fault: Callable[[], StoreFault],
+        lost: Callable[[str], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[str] = self._loop.create_future()
+        """Set, with the reason, when it is gone."""
+        self._seconds = seconds
+        self._hear = hear
+        self._fault = fault
+        self._lost = lost
+        self._reader = hiredis.Reader(notEnoughData=_MORE)
+        self._transport: asyncio.Transport | None = None
+        self._out: list[bytes] = []
+        self._waiting: deque[tuple[asyncio.Future[Any] | None, float]] = deque()
+        """Calls without a reply, the oldest first, and since when. None: nobody waits for it."""
+        self._watch: asyncio.TimerHandle | None = None
+        self._loaded: set[str] = set()
+        self._refusals: set[str] = set()
+        """Kinds of errors that were logged."""
+        self.greeted = False
+
+    # --- to the server
+    def run(self, script: Script, keys: Words, args: Words) -> asyncio.Future[Any]:
+        if script.sha not in self._loaded:
+            self._loaded.add(script.sha)
+            self._write(_packed(("SCRIPT", "LOAD", script.source)))
+            self._waiting.append((None, self._loop.time()))
+        return self._expect(_packed(("EVALSHA", script.sha, len(keys), *keys, *args)))
+
+    def ask(self, *words: str | int) -> asyncio.Future[Any]:
+        """A command and its reply."""
+        return self._expect(_packed(words))
+
+    def tell(self, *words: str | bytes) -> None:
+        """A command that is answered by messages alone."""
+        self._write(_packed(words))
+
+    def _expect(self, command: bytes) -> asyncio.Future[Any]:
+        reply: asyncio.Future[Any] = self._loop.create_future()
+        self._write(command)
+        self._waiting.append((reply, self._loop.time()))
+        if self._watch is None:
+            self._watch = self._loop.call_later(self._seconds, self._overdue)
+        return reply
+
+    def _write(self, command: bytes) -> None:
+        if not self._out:
+            self._loop.call_soon(self._flush)
+        self._out.append(command)
+
+    def _flush(self) -> None:
+        if self._transport is not None:
+            self._transport.write(b"".join(self._out))
+        self._out.clear()
+
+    def _overdue(self) -> None:
+        self._watch = None
+        if not self._waiting:
+            return
+        left = self._waiting[0][1] + self._seconds - self._loop.time()
+        if left <= 0:
+            self.drop(f"no answer within {self._seconds:g} s")
+        else:
+            self._watch = self._loop.call_later(left, self._overdue)
+
+    # --- from the server
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._reader.feed(data)
+        try:
+            while (reply := self._reader.gets()) is not _MORE:
+                self._take(reply)
+        except hiredis.ProtocolError:
+            self.drop("what it says is no Redis protocol")
+
+    def _take(self, reply: Any) -> None:
+        if isinstance(reply, hiredis.PushNotification):
+            self._hear(reply)
+            return
+        if not self._waiting:
+            return
+        waiter, _ = self._waiting.popleft()
+        if isinstance(reply, hiredis.ReplyError):
+            self._refused(waiter, str(reply))
+        elif waiter is not None and not waiter.done():
+            waiter.set_result(reply)
+
+    def _refused(self, waiter: asyncio.Future[Any] | None, words: str) -> None:
+        self._fail(waiter, words)
+        kind = words.partition(" ")[0]
+        if not self.greeted or kind in _ASTRAY:
+            self.drop(words)
+        elif kind not in self._refusals:
+            self._refusals.add(kind)
+            log.error("the store refused a call", error=words)
+
+    def _fail(self, waiter: asyncio.Future[Any] | None, why: str) -> None:
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(self._fault() if self.greeted else ConnectionError(why))
+            waiter.exception()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(_words(error) if error is not None else "it closed the connection")
+
+    def drop(self, why: str) -> None:
+        """Have no more to do with it."""
+        self._end(why)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _end(self, why: str) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if not self.ended.done():
+            self.ended.set_result(why)
+            if self.greeted:
+                self._lost(why)
+        while self._waiting:
+            self._fail(self._waiting.popleft()[0], why)
+
+
+_MORE: Any = object()
+
+_packed: Callable[[tuple[str | bytes | int, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment]
+"""A command as the server reads it. The package's stub takes tuples of one alone."""
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return str(error) or type(error).__name__
