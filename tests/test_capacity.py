@@ -85,8 +85,8 @@ async def test_streams_run_side_by_side_while_liveness_answers(tmp_path: Path) -
             told, _ = await watching.communicate(b"")
             times = sorted(json.loads(told))
             print(f"{STREAMS} streams; /livez asked {len(times)} times, {times[-1]:.3f} s at most")
-            # Not the very last: other processes of the machine may have held up one.
-            assert times[int(len(times) * 0.95)] < 1.0
+            # In the default suite not the very last: other tests at the same time may have held up one.
+            assert times[-1 if STREAMS >= 2000 else int(len(times) * 0.95)] < 1.0
             assert (await gate.http.get("/readyz")).status_code == 200
 
 
