@@ -84,7 +84,7 @@ def raw(route: str, body: bytes) -> bytes:
 
 def content(document: Document, route: str) -> str:
     """The content digest of a request, 32 hex digits: equal for requests that ask the same of an engine."""
-    digest = sha256(_TAG + _framed(route))
+    digest = sha256(_tagged(route))
     digest.update(form(document))
     return digest.hexdigest()[:32]
 
@@ -96,7 +96,8 @@ def form(document: Document) -> bytes:
     by recursion, so that nothing depends on how deep the caller's stack is.
     """
     try:
-        return _written(_without_ids(_exact(document)))
+        plain = _plain(document)
+        return _written(_without_ids(_exact(document)) if plain is None else plain)
     except _Unfit:
         body = _without_ids(_sampled(_read(document.raw.decode("utf-8-sig"))))
     try:
@@ -108,6 +109,11 @@ def form(document: Document) -> bytes:
 @lru_cache(maxsize=256)
 def _framed(route: str) -> bytes:
     return framed(route.encode())
+
+
+@lru_cache(maxsize=256)
+def _tagged(route: str) -> bytes:
+    return _TAG + _framed(route)
 
 
 class _Verbatim:
@@ -125,6 +131,31 @@ class _Unfit(Exception):
 
 def _sampled(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in UNSAMPLED}
+
+
+def _plain(document: Document) -> dict[str, Any] | None:
+    """What is sampled of a body that holds texts, numbers and turns of one text each; None: it holds more."""
+    body = {}
+    for name, value in document.value.items():
+        if name in UNSAMPLED:
+            continue
+        kind = type(value)
+        if kind is float:
+            literal = document.literal((name,))
+            assert literal is not None
+            value = _number(literal.decode())
+        elif kind is list:
+            if name != "messages":
+                return None
+            for turn in value:
+                if type(turn) is not dict or len(turn) != 2 or type(turn.get("content")) is not str:
+                    return None
+                if type(turn.get("role")) is not str:
+                    return None
+        elif kind is dict or name == "previous_response_id":
+            return None
+        body[name] = value
+    return body
 
 
 def _exact(document: Document) -> dict[str, Any]:

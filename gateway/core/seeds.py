@@ -23,6 +23,8 @@ class InvalidSeed(ValueError):
 
 def framed(*parts: bytes) -> bytes:
     """The parts one after another, each behind its length in 8 bytes, big-endian."""
+    if len(parts) == 1:
+        return len(parts[0]).to_bytes(8) + parts[0]
     return b"".join([len(part).to_bytes(8) + part for part in parts])
 
 

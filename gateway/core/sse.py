@@ -179,14 +179,10 @@ class Observer:
             weight_version=self._weights,
         )
 
-    def whole(self, body: bytes) -> Observed:
-        """Read an answer that came in one piece."""
+    def whole(self, body: bytes, value: Any) -> Observed:
+        """Read an answer that came in one piece. `value`: what its JSON holds; None where it is no JSON."""
         self.done = True
-        if self._kind not in ("sample", "score"):
-            return Observed(done=True, ended=True)
-        try:
-            value = orjson.loads(body)
-        except orjson.JSONDecodeError:
+        if value is None:
             self._blind = self._kind == "sample"
             self._content = None if self._blind else blake2b(body, digest_size=16).hexdigest()
             return self.result()
@@ -370,7 +366,46 @@ class Observer:
 
 def observe(body: bytes, api: Api, kind: Kind) -> Observed:
     """What a whole answer with status 200 was."""
-    return Observer(api, kind).whole(body)
+    if kind != "sample" and kind != "score":
+        return _UNREAD
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        value = None
+    seen = _plain(value) if kind == "sample" else None
+    return Observer(api, kind).whole(body, value) if seen is None else seen
+
+
+_UNREAD = Observed(done=True, ended=True)
+
+
+def _plain(value: Any) -> Observed | None:
+    """What an answer with one choice was that holds text and nothing else, as most do; None: it is none such."""
+    if type(value) is not dict or value.get("metadata"):
+        return None
+    choices, usage = value.get("choices"), value.get("usage")
+    if type(choices) is not list or len(choices) != 1 or type(usage) is not dict:
+        return None
+    choice = choices[0]
+    if type(choice) is not dict or choice.get("index") != 0 or "weight_versions" in choice:
+        return None
+    message = choice.get("message")
+    if message is None:
+        text = choice.get("text")
+    elif type(message) is dict:
+        text = message.get("content")
+        for name, said in message.items():
+            if said and name != "content" and name != "role":
+                return None
+    else:
+        return None
+    finish = choice.get("finish_reason")
+    if not text or type(text) is not str or type(finish) is not str:
+        return None
+    digest = blake2b(text.encode(), digest_size=16).digest()
+    total = blake2b(b"0\n7:content%b=%b\n" % (digest, finish.encode()), digest_size=16).hexdigest()
+    aborted = finish == "abort" or finish == "cancelled"
+    return Observed((finish,), usage or None, None, aborted, True, True, total)
 
 
 class _Said:

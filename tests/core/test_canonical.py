@@ -313,6 +313,19 @@ def test_a_tool_loop_repeats_whatever_ids_the_engine_drew(loop: Callable[[str, s
     assert form(Document(text.encode())) == canonical._spelled(read(text))
 
 
+_PIECES = st.sampled_from([None, "a", "é", 0.5, 7, True, [], ["x"], [{"type": "text", "text": "a"}], {"x": 0.1}])
+_TURNS = st.dictionaries(st.sampled_from(["role", "content", "id", "tool_call_id", "tool_calls", "name"]), _PIECES)
+_CHATS = st.dictionaries(
+    st.sampled_from(["model", "temperature", "stop", "user", "input", "previous_response_id", "tools"]), _PIECES
+)
+
+
+@given(_CHATS, st.lists(_TURNS | st.just({"role": "user", "content": "a"}), max_size=3), st.booleans())
+def test_a_plain_chat_has_the_form_of_any_other_body(chat: dict[str, Any], turns: list[Any], compact: bool) -> None:
+    text = json.dumps({**chat, "messages": turns}, separators=(",", ":") if compact else None)
+    assert form(Document(text.encode())) == canonical._spelled(read(text))
+
+
 def test_which_call_an_answer_is_for_counts() -> None:
     crossed = chat("a", "b")
     crossed["messages"][2]["tool_call_id"] = "a"

@@ -394,3 +394,20 @@ def test_no_json_raises(value: object, api: Api) -> None:
     watched([b"data: " + body + b"\n\n"], api)
     for kind in ("sample", "score"):
         observe(body, api, kind)
+
+
+BITS = st.sampled_from([None, "", "a", "ü", 0, 1, [], {}, ["x"], {"a": 1}, "stop", "abort"])
+MESSAGES = st.dictionaries(st.sampled_from(["role", "content", "reasoning", "tool_calls", "refusal"]), BITS)
+CHOICES = st.dictionaries(
+    st.sampled_from(["index", "message", "text", "finish_reason", "weight_versions", "logprobs"]), BITS | MESSAGES
+)
+ANSWERS = st.fixed_dictionaries(
+    {"choices": st.lists(CHOICES, max_size=2)},
+    optional={"usage": BITS, "metadata": BITS, "error": BITS},
+)
+
+
+@given(ANSWERS)
+def test_an_answer_of_one_text_is_read_as_any_other_is(answer: dict[str, object]) -> None:
+    body = json.dumps(answer).encode()
+    assert observe(body, "openai", "sample") == Observer("openai", "sample").whole(body, json.loads(body))
