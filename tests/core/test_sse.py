@@ -396,14 +396,15 @@ def test_no_json_raises(value: object, api: Api) -> None:
         observe(body, api, kind)
 
 
-BITS = st.sampled_from([None, "", "a", "ü", 0, 1, [], {}, ["x"], {"a": 1}, "stop", "abort"])
-MESSAGES = st.dictionaries(st.sampled_from(["role", "content", "reasoning", "tool_calls", "refusal"]), BITS)
-CHOICES = st.dictionaries(
-    st.sampled_from(["index", "message", "text", "finish_reason", "weight_versions", "logprobs"]), BITS | MESSAGES
+BITS = st.sampled_from([None, "", "a", "ü", 0, 1, [], {}, ["x"], {"a": 1}, [{"version": 7}], "abort"])
+MESSAGES = st.fixed_dictionaries({}, optional={"role": BITS, "content": BITS, "reasoning": BITS, "tool_calls": BITS})
+CHOICES = st.fixed_dictionaries(
+    {"index": st.just(0) | BITS, "finish_reason": st.just("stop") | BITS},
+    optional={"message": MESSAGES | BITS, "text": BITS, "weight_versions": BITS},
 )
 ANSWERS = st.fixed_dictionaries(
-    {"choices": st.lists(CHOICES, max_size=2)},
-    optional={"usage": BITS, "metadata": BITS, "error": BITS},
+    {"choices": st.lists(CHOICES, min_size=1, max_size=2), "usage": st.just({"total_tokens": 1}) | BITS},
+    optional={"metadata": BITS, "error": BITS},
 )
 
 
