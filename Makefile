@@ -6,7 +6,7 @@ ARGS ?=
 PYTEST_ARGS ?= -n auto
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint lock vectors sim-routing test-vllm test-sglang test-streams clean
+.PHONY: help run test lint lock vectors sim-routing test-vllm test-sglang test-streams test-image clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +37,9 @@ test-sglang: $(VENV)/dev.stamp ## against real SGLang servers on the CPU, which 
 
 test-streams: $(VENV)/dev.stamp ## 2,000 streams through one process while it says that it lives
 	STREAMS=2000 $(BIN)/python -m pytest tests/test_capacity.py -s $(ARGS)
+
+test-image: $(VENV)/dev.stamp ## the image's build and start commands, without a container engine
+	$(BIN)/python -m pytest tests/deploy/test_container.py $(ARGS)
 
 COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --strip-extras \
 	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' $(ARGS)
