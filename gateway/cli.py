@@ -115,6 +115,13 @@ def _seed(args: argparse.Namespace) -> int:
     return 0
 
 
+def _diff(args: argparse.Namespace) -> int:
+    from gateway.evidence import commands
+
+    ledger = _settings(args).ledger.path
+    return commands.diff(args.a, args.b, ledger, as_json=args.json, html=args.html, answers_only=args.answers_only)
+
+
 def _settings(args: argparse.Namespace) -> Settings:
     from gateway.settings import Settings
 
@@ -181,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     _sim_flags(add("sim", _sim, "one simulated engine; POST /_sim switches its faults"))
     _config_flags(add("config", _config, "what is in force, secrets masked"))
     _seed_flags(add("seed", _seed, "the seed that a request gets"))
+    _diff_flags(add("diff", _diff, "where two recorded runs parted, and why; exit 0 equal, 1 different, 2 neither"))
     return parser
 
 
@@ -211,6 +219,18 @@ def _seed_flags(parser: argparse.ArgumentParser) -> None:
     _file_flag(parser)
     _setting_flags(parser, ["seed", "scheme"])
     parser.add_argument("--json", action="store_true", help="with everything that it follows from")
+
+
+def _diff_flags(parser: argparse.ArgumentParser) -> None:
+    for name, metavar in (("a", "A"), ("b", "B")):
+        parser.add_argument(name, metavar=metavar, help="a run's name or folder, a file of its records, or a glob")
+    parser.add_argument(
+        "--answers-only", action="store_true", help="what the client cannot have noticed is no difference"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at, too")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    _file_flag(parser)
+    _setting_flags(parser, ["ledger.path"])
 
 
 def _sim_flags(parser: argparse.ArgumentParser) -> None:

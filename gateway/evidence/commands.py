@@ -1,0 +1,76 @@
+"""The commands `detgate diff` and `detgate replay`, from what was asked to an exit status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from gateway.evidence import diff_text, ledgers, report
+from gateway.evidence.diff import Diff, compare
+from gateway.evidence.ledgers import Unusable
+
+EQUAL, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
+"""Exit statuses."""
+
+
+def diff(
+    a: str, b: str, ledger: Path, *, as_json: bool = False, html: Path | None = None, answers_only: bool = False
+) -> int:
+    """Compare two recorded runs and say what was found."""
+    try:
+        mine, theirs = ledgers.find(a, ledger), ledgers.find(b, ledger)
+        with _bar("reading", mine.bytes + theirs.bytes) as watch:
+            found = compare(mine, theirs, answers_only=answers_only, watch=watch)
+    except Unusable as error:
+        return unusable(error, as_json=as_json)
+    if html is not None:
+        html.write_text(report.page(found), encoding="utf-8")
+    return tell(found, as_json=as_json)
+
+
+def tell(found: Diff, *, as_json: bool) -> int:
+    """Print what a comparison found; the exit status."""
+    if as_json:
+        print(json.dumps(diff_text.as_json(found), ensure_ascii=False))
+    else:
+        diff_text.show(found, Console())
+    if not found.comparable:
+        return NOT_COMPARABLE
+    return EQUAL if found.equal else DIFFERENT
+
+
+def unusable(error: Unusable, *, as_json: bool) -> int:
+    """Say why there is nothing to compare; the exit status."""
+    print(f"detgate: {error}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"equal": False, "comparable": False, "compared": 0, "first": None, "causes": {},
+                          "error": str(error)}, ensure_ascii=False))  # fmt: skip
+    return NOT_COMPARABLE
+
+
+@contextmanager
+def _bar(what: str, total: int) -> Iterator[Callable[[str, int], None]]:
+    """A progress bar on standard error, if that is a terminal."""
+    with progress() as shown:
+        task = shown.add_task(what, total=total)
+
+        def watch(phase: str, done: int) -> None:
+            if phase == "read":
+                shown.update(task, completed=done)
+            else:
+                shown.update(task, description=f"comparing {done:,}")
+
+        yield watch
+
+
+def progress() -> Progress:
+    """A progress bar that is gone when it is done; nothing where nobody looks."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

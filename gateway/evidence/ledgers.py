@@ -1,0 +1,114 @@
+"""Where recorded requests are: a file, a folder, a glob or a run's name, and what is kept beside them."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+
+class Unusable(Exception):
+    """What was named holds no requests that could be looked at; the text says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The records of one run."""
+
+    name: str
+    """As it was named by whoever asked."""
+    files: tuple[Path, ...]
+    """Oldest first."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """What is kept with the run (`run.json`): empty where the files were moved away from it."""
+
+    @property
+    def deciding(self) -> dict[str, Any]:
+        """The settings that the run began with, as far as they decide."""
+        return dict(self.about.get("deciding") or {})
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+    def record(self, place: Place) -> dict[str, Any]:
+        """The record that stands there."""
+        with self.files[place.segment].open("rb") as segment:
+            segment.seek(place.offset)
+            found: dict[str, Any] = orjson.loads(segment.readline())
+            return found
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """Where a record begins: which file of its source, and which byte of that."""
+
+    segment: int
+    offset: int
+
+
+@dataclass(slots=True)
+class Lines:
+    """Every record of a source with its place. `torn` counts, while reading, the lines that are no record."""
+
+    source: Source
+    torn: int = 0
+    read: int = 0
+    """Bytes read so far."""
+
+    def __iter__(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        for number, file in enumerate(self.source.files):
+            offset = 0
+            with file.open("rb", buffering=1 << 20) as segment:
+                for line in segment:
+                    try:
+                        record = orjson.loads(line)
+                    except orjson.JSONDecodeError:
+                        self.torn += 1
+                    else:
+                        if type(record) is dict:
+                            yield number, offset, record
+                    offset += len(line)
+                    self.read += len(line)
+
+
+def find(name: str, ledger: Path) -> Source:
+    """What is meant by `name`; `ledger` is where runs are looked for by their name. Raises `Unusable`."""
+    path = Path(name)
+    if path.is_file():
+        return Source(name, (path,), _about(path.parent))
+    for folder in (path, ledger / name):
+        if folder.is_dir():
+            return _folder(name, folder)
+    files = sorted(Path(found) for found in glob.glob(name, recursive=True) if os.path.isfile(found))
+    files = [file for file in files if file.suffix == ".jsonl"] or files
+    if not files:
+        raise Unusable(f"{name}: no such file, folder or run (runs are looked for in {ledger})")
+    if len({file.parent for file in files}) > 1:
+        raise Unusable(f"{name}: files of several folders, each of which is a run: name one")
+    return Source(name, tuple(files), _about(files[0].parent))
+
+
+def _folder(name: str, folder: Path) -> Source:
+    files = sorted(folder.glob("*.jsonl"))
+    if files:
+        return Source(name, tuple(files), _about(folder))
+    runs = sorted({file.parent for file in folder.glob("*/*.jsonl")})
+    if not runs:
+        raise Unusable(f"{name}: no *.jsonl in this folder, so no run was recorded here")
+    if len(runs) > 1:
+        raise Unusable(f"{name}: holds several runs, name one: {', '.join(str(run) for run in runs[:10])}")
+    return _folder(name, runs[0])
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    try:
+        about = orjson.loads((folder / "run.json").read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return {}
+    return about if isinstance(about, dict) else {}

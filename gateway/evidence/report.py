@@ -1,0 +1,69 @@
+"""A page that shows where two runs parted: one file that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import Any
+
+from gateway.evidence.causes import CAUSES, Difference
+from gateway.evidence.diff import Diff
+from gateway.evidence.diff_text import as_json, side_of, where
+
+PLACE = "/*DATA*/"
+"""Where the data stands in the template."""
+
+MARKS = {
+    "missing-request": "∅",
+    "other-prompt": "P",
+    "other-order": "⇄",
+    "other-seed": "S",
+    "other-replica": "R",
+    "other-engine": "E",
+    "other-retries": "↻",
+    "other-answer": "A",
+}
+"""What stands in a cell, so that no cause is told by its colour alone."""
+
+
+def page(diff: Diff) -> str:
+    """The page, as HTML."""
+    template = (files("gateway.evidence") / "report.html").read_text(encoding="utf-8")
+    data = json.dumps(_data(diff), ensure_ascii=False, separators=(",", ":"))
+    # Nothing that a prompt or an id holds may end the script that it stands in.
+    safe = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return template.replace(PLACE, safe)
+
+
+def _data(diff: Diff) -> dict[str, Any]:
+    return {
+        "summary": as_json(diff),
+        "meanings": [{"cause": cause, "means": means, "mark": MARKS[cause]} for cause, means in CAUSES.items()],
+        "differences": [_difference(each) | {"first": each is diff.first} for each in diff.kept],
+        "sessions": list(_sessions(diff)),
+        "bins": [{"roots": dict(roots), "downstream": after} for roots, after in
+                 zip(diff.bins, diff.bins_downstream, strict=True)],
+    }  # fmt: skip
+
+
+def _difference(each: Difference) -> dict[str, Any]:
+    return {
+        "where": where(each.one),
+        "cause": each.cause,
+        "root": each.root,
+        "detail": each.detail,
+        "also": list(each.also),
+        "a": None if each.a is None else side_of(each.a),
+        "b": None if each.b is None else side_of(each.b),
+    }
+
+
+def _sessions(diff: Diff) -> Iterator[dict[str, Any]]:
+    for row in diff.rows:
+        yield {
+            "identity": row.identity if not row.ordinal else f"{row.identity}~{row.ordinal}",
+            "group": row.group,
+            "total": row.total,
+            "cells": [[cell.number, cell.kept] for cell in row.cells],
+        }
