@@ -36,7 +36,7 @@ def build(settings: Settings, runs: Runs, fleet: Fleet, siblings: Siblings) -> A
                 f"Pool {pool.name} has no replica {name!r}. It has: {', '.join(pool.replicas)}.", param="name"
             )
 
-    async def change(what: Literal["drain", "remove"], pool: str, name: str) -> dict[str, Any]:
+    async def change(what: Literal["drain", "remove", "accept"], pool: str, name: str) -> dict[str, Any]:
         named(pool_of(pool), name)
         replica = fleet.pools[pool].replicas[name]
         await siblings.change(Change(what, pool, name))
@@ -57,6 +57,10 @@ def build(settings: Settings, runs: Runs, fleet: Fleet, siblings: Siblings) -> A
     @router.post("/pools/{pool}/replicas/{name}/drain", summary="Send it nothing more; what is in flight ends")
     async def drain(pool: str, name: str) -> dict[str, Any]:
         return await change("drain", pool, name)
+
+    @router.post("/pools/{pool}/replicas/{name}/accept", summary="It came back as another engine, and that is meant")
+    async def accept(pool: str, name: str) -> dict[str, Any]:
+        return await change("accept", pool, name)
 
     @router.delete("/pools/{pool}/replicas/{name}", summary="Take it out; what is in flight ends")
     async def remove(pool: str, name: str) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 
@@ -24,7 +25,7 @@ Picture = dict[str, dict[str, tuple[ReplicaSettings, bool]]]
 class Change:
     """One change, as whoever administers asked for it."""
 
-    what: Literal["add", "drain", "remove"]
+    what: Literal["add", "drain", "remove", "accept"]
     pool: str
     name: str
     settings: ReplicaSettings | None = None
@@ -32,7 +33,7 @@ class Change:
 
 
 class Changes:
-    """Adds, drains and removes replicas."""
+    """Adds, drains and removes replicas, and takes those that came back as others for what they are."""
 
     def __init__(self, run: str, fleet: Fleet, health: Health, ledger: Ledger) -> None:
         self._run = run
@@ -54,6 +55,10 @@ class Changes:
         self._fleet.learnt()
         return self._done("removed", pool, replica)
 
+    def accept(self, pool: Pool, name: str) -> Replica:
+        """Take the engine that a replica is now for the one that it should be."""
+        return self._done("accepted", pool, pool.accept(name))
+
     def apply(self, change: Change) -> None:
         """Make a change, unless the fleet is so already."""
         pool = self._fleet.pools[change.pool]
@@ -61,7 +66,7 @@ class Changes:
             if change.name not in pool.replicas:
                 self.add(pool, change.settings)
         elif change.name in pool.replicas:
-            (self.drain if change.what == "drain" else self.remove)(pool, change.name)
+            {"drain": self.drain, "remove": self.remove, "accept": self.accept}[change.what](pool, change.name)
 
     @property
     def picture(self) -> Picture:
@@ -101,9 +106,13 @@ class Changes:
     def _done(self, what: str, pool: Pool, replica: Replica) -> Replica:
         self._health.sync()
         log.info("fleet changed", change=what, pool=pool.name, replica=replica.name)
+        self.note(what, pool, replica, {"replicas": [n for n, r in pool.replicas.items() if not r.draining]})
+        return replica
+
+    def note(self, what: str, pool: Pool, replica: Replica, particulars: Mapping[str, Any]) -> None:
+        """Write down what became of a replica, or became known of it."""
         record = {"event": "fleet", "run": self._run, "change": what, "pool": pool.name, "replica": replica.name}
         try:
-            self._ledger.opened(record | {"replicas": [n for n, r in pool.replicas.items() if not r.draining]})
+            self._ledger.opened({**record, "fingerprint": replica.fingerprint or None, **particulars})
         except StoreFault:
             log.error("a change of the fleet could not be recorded", change=what, replica=replica.name)
-        return replica

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway import __version__, admin, rl_api, sessions_api
+from gateway import __version__, admin, findings, rl_api, sessions_api
 from gateway.core.errors import CallerFault, Fault, NotFound, WrongMethod
 from gateway.core.shapes import error_body, error_headers
 from gateway.fleet import Fleet, Pool
@@ -79,7 +79,8 @@ def build(
     @app.get("/determinism", summary="What is known of the engines' determinism")
     async def determinism() -> dict[str, Any]:
         pools = {pool.name: _determinism(pool) for pool in fleet}
-        return {"profile": settings.profile, "run": run.name, "pools": pools}
+        fatal = any(pool.contradicts for pool in fleet)
+        return {"profile": settings.profile, "run": run.name, "strict": not fatal, "pools": pools}
 
     describe = app.openapi
 
@@ -148,21 +149,10 @@ def _state(pool: Pool) -> dict[str, Any]:
 
 
 def _determinism(pool: Pool) -> dict[str, Any]:
-    return {
-        "engine": pool.settings.engine,
-        "role": pool.role,
-        "declared": pool.declared,
-        "replicas": {
-            name: {
-                "state": replica.state,
-                "reason": replica.reason,
-                "deterministic": replica.facts.deterministic,
-                "prefix_cache": replica.facts.prefix_cache,
-                "foreign_traffic": replica.foreign,
-            }
-            for name, replica in pool.replicas.items()
-        },
-    }
+    told = findings.report(pool.settings, pool.told, pool.findings)
+    for name, replica in pool.replicas.items():
+        told["replicas"][name] |= {"state": replica.state, "reason": replica.reason}
+    return told
 
 
 def _json(status: int, body: Any) -> Response:

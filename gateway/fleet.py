@@ -8,11 +8,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from gateway import engines
+from gateway import engines, findings
 from gateway.core import routing
 from gateway.core.errors import Busy, CallerFault, ModelNotFound, NotFound
 from gateway.core.types import Facts, Handling
 from gateway.core.vitals import Outcome, State, Vitals
+from gateway.findings import Finding, Told
 from gateway.lanes import Lanes
 from gateway.settings import Pool as PoolSettings
 from gateway.settings import Replica as ReplicaSettings
@@ -51,6 +52,18 @@ class Replica:
         self.connections = Connections(settings.url, connect_seconds=everything.timeouts.connect)
         self.foreign = False
         """Its own metrics tell of more requests than this gateway sent."""
+        self.fingerprint = ""
+        """Which engine it is, as far as it tells; "" while it has not been asked."""
+        self.known = False
+        """It has answered all that it was asked about itself."""
+        self.accepted = ""
+        """The fingerprint that it had first, or that an operator accepted since."""
+        self.verified = False
+        """Canaries have passed on this fingerprint."""
+        self.reasons: tuple[str, ...] = ()
+        """What its answers say in X-Detgate-Guarantee."""
+        self.preempted_at = -math.inf
+        """When it was last seen that requests in it had been preempted, by the loop's clock."""
         self.changed = asyncio.Event()
         address = self.connections.address
         head = [f"host: {address.authority}\r\naccept-encoding: identity\r\n".encode()]
@@ -84,6 +97,23 @@ class Replica:
             return False
         self.tell()
         return before[0] != self.vitals.state
+
+    @property
+    def replaced(self) -> bool:
+        """It is another engine than the one that was accepted."""
+        return self.fingerprint != self.accepted
+
+    @property
+    def told(self) -> Told:
+        """All that findings depend on."""
+        return Told(
+            self.facts,
+            self.fingerprint,
+            pinned=self.settings.dp_rank is not None,
+            foreign=self.foreign,
+            verified=self.verified,
+            changed=self.replaced,
+        )
 
     def enter(self) -> None:
         """A request for the engine was sent here."""
@@ -130,6 +160,7 @@ class Pool:
         for replica in settings.replicas:
             self.add(replica)
         self.facts = Facts()
+        self.findings: list[Finding] = []
         lane = settings.lane
         self.lanes = Lanes(
             settings.name, lane.scope, lane.limit, everything.limits.queue, episodes=lane.members == "episode"
@@ -148,18 +179,17 @@ class Pool:
 
     @property
     def contradicts(self) -> str | None:
-        """What the replicas say against determinism, so that strict must refuse; None where nothing is known."""
-        for replica in self.replicas.values():
-            if replica.facts.deterministic is False and self.role == "generate":
-                return f"{replica.name} says that it is not in deterministic mode"
-            if replica.facts.prefix_cache and self.role == "reward":
-                return f"{replica.name} has a prefix cache, so a warm score differs from a cold one"
-            if replica.foreign:
-                return f"{replica.name} has others' requests in its batches"
-        return None
+        """What was found against determinism, so that strict must refuse; None where nothing was."""
+        return next((finding.text for finding in self.findings if finding.severity == "fatal"), None)
+
+    @property
+    def told(self) -> dict[str, Told]:
+        """What is known of each replica."""
+        return {name: replica.told for name, replica in self.replicas.items()}
 
     def learn(self) -> None:
-        """Put together what is known of the replicas; where they differ or one is unknown, the dangerous value."""
+        """Put together what is known of the replicas, and judge it. Where facts differ the dangerous one counts."""
+        self.judge()
         told = [replica.facts for replica in self.replicas.values()]
         if len(told) == 1:
             self.facts = told[0]
@@ -170,6 +200,27 @@ class Pool:
             default_min_p=max((facts.default_min_p or 0.0 for facts in told), default=None),
             priority_scheduling=_all([facts.priority_scheduling for facts in told], dangerous=None),
         )
+
+    def judge(self) -> None:
+        """Find what breaks determinism, with what is known now."""
+        self._agree()
+        self.findings = findings.judge(self.settings, self.told)
+        for name, replica in self.replicas.items():
+            replica.reasons = findings.reasons(self.findings, name)
+
+    def accept(self, name: str) -> Replica:
+        """Take the engine that a replica is now for the one that it should be."""
+        replica = self.replicas[name]
+        replica.accepted = replica.fingerprint
+        self.judge()
+        return replica
+
+    def _agree(self) -> None:
+        """A pool whose replicas were all changed, and alike, is as it was meant to be."""
+        prints = {replica.fingerprint for replica in self.replicas.values()}
+        if len(self.replicas) > 1 and len(prints) == 1 and all(r.replaced for r in self.replicas.values()):
+            for replica in self.replicas.values():
+                replica.accepted = replica.fingerprint
 
     def elsewhere(self, avoid: Iterable[str]) -> bool:
         """Whether a broken request may be sent again: to its home, or to a replica not tried yet."""
@@ -247,6 +298,10 @@ class Pool:
     def choose(self, key: str, loads: Mapping[str, int]) -> Replica:
         """The one of these replicas that the rule gives for `key`."""
         return self.replicas[routing.choose(key, loads, self.routing.slack)]
+
+    def ranked(self, key: str, loads: Mapping[str, int]) -> list[str]:
+        """The candidates among these replicas, the best first."""
+        return routing.ranked(key, loads, self.routing.slack)
 
 
 class Fleet:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -14,6 +15,8 @@ from gateway.core import exposition
 from gateway.core.strangers import Look, Watch
 from gateway.core.vitals import Outcome
 from gateway.fleet import Fleet, Pool, Replica
+from gateway.introductions import introduce
+from gateway.passes import Passes
 from gateway.settings import Settings
 from gateway.tasks import start, stop
 from gateway.upstream import trust
@@ -30,11 +33,25 @@ CONFIRM_SECONDS = 0.1
 """Seconds after which a replica that seems to have others' requests is asked again."""
 
 
-class Health:
-    """One probing loop a replica."""
+METRICS_SECONDS = 2.0
+"""How long a replica may take to tell of its preemptions: a probe does not wait for it longer."""
 
-    def __init__(self, settings: Settings, fleet: Fleet) -> None:
+Note = Callable[[str, Pool, Replica, dict[str, Any]], None]
+"""Records what became known of a replica: what it is, its pool, itself, and the particulars."""
+
+
+class Health:
+    """One probing loop a replica. `note` records what is found out on the way."""
+
+    def __init__(self, settings: Settings, fleet: Fleet, note: Note | None = None) -> None:
         self._fleet = fleet
+        self._note = note
+        self._passes = Passes(settings.ledger.path)
+        self._preempted: dict[Replica, tuple[float, float]] = {}
+        """What was counted when a replica was last asked, and when that was."""
+        self._warned: set[tuple[str, str]] = set()
+        """Findings that were logged, by replica or pool and rule: bounded by both."""
+        self._off = settings.profile == "off"
         self._settings = settings.health
         self._watching: dict[Replica, asyncio.Task[None]] = {}
         self._watches: dict[Replica, Watch] = {}
@@ -62,6 +79,7 @@ class Health:
         for replica in self._watching.keys() - present:
             self._watching.pop(replica).cancel()
             self._watches.pop(replica, None)
+            self._preempted.pop(replica, None)
         for replica, pool in present.items():
             if replica not in self._watching:
                 self._watching[replica] = start(self._watch(self._http, pool, replica), f"probe {replica.name}")
@@ -76,17 +94,54 @@ class Health:
     async def probe(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
         """Ask once, and note what comes of it."""
         outcome, reason = await self._ask(http, pool, replica)
-        cached = replica.facts.prefix_cache
-        if outcome == "ok" and (replica.models is None or replica.state != "up"):
+        before = replica.told
+        if outcome == "ok" and (replica.models is None or replica.state != "up" or not replica.known):
             await self._introduce(http, pool, replica)
         if outcome == "ok" and pool.role == "reward":
             await self._look_for_strangers(http, pool, replica)
-            if replica.facts.prefix_cache and not cached:
-                log.warning("prefix cache on: warm scores differ from cold ones", pool=pool.name, replica=replica.name)
+        elif outcome == "ok" and pool.engine.PREEMPTIONS is not None:
+            await self._look_for_preemptions(http, pool, replica, *pool.engine.PREEMPTIONS)
+        replica.verified = self._passes.has(pool.settings, replica.name, replica.fingerprint)
+        if replica.told != before:
+            pool.judge()
+            self._warn(pool)
         if replica.probed(outcome, reason):
             log.info("replica", pool=pool.name, replica=replica.name, state=replica.state, reason=reason)
         if not self.probed.is_set() and all(each.state != "unknown" for each in self._fleet.replicas):
             self.probed.set()
+
+    def _warn(self, pool: Pool) -> None:
+        """Log what is found, once. What comes and goes is logged where it is seen."""
+        for finding in pool.findings:
+            key = (finding.replica or finding.pool, finding.id)
+            if self._off or finding.severity == "note" or finding.id == "foreign-traffic" or key in self._warned:
+                continue
+            self._warned.add(key)
+            log.warning(finding.text, pool=pool.name, replica=finding.replica, finding=finding.id, mend=finding.mend)
+
+    async def _look_for_preemptions(
+        self, http: httpx.AsyncClient, pool: Pool, replica: Replica, route: str, series: str
+    ) -> None:
+        """See whether the engine put requests back since it was last asked."""
+        try:
+            async with asyncio.timeout(METRICS_SECONDS):
+                count = exposition.total(await _text(http, pool, replica, route), (series,))
+        except TimeoutError:
+            return
+        now = asyncio.get_running_loop().time()
+        if count is None:
+            return
+        last, since = self._preempted.get(replica, (count, now))
+        self._preempted[replica] = count, now
+        if count <= last:
+            return
+        replica.preempted_at = now
+        log.warning("requests were preempted", pool=pool.name, replica=replica.name, count=count - last)
+        self._tell("preempted", pool, replica, count=count - last, since=time.time() - (now - since))
+
+    def _tell(self, what: str, pool: Pool, replica: Replica, **particulars: Any) -> None:
+        if self._note is not None and not self._off:
+            self._note(what, pool, replica, particulars)
 
     async def _look_for_strangers(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
         """See whether the engine has more requests than ours, or had since the last look.
@@ -142,12 +197,25 @@ class Health:
 
     async def _introduce(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
         """Learn what a replica that came up is."""
-        told = {route: await _json(http, pool, replica, route) for route in ("/v1/models", *pool.engine.ASKS)}
-        models = told.pop("/v1/models").get("data")
-        if isinstance(models, list):
-            replica.models = [model for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
-        replica.facts = pool.engine.facts(told)
+        said = await introduce(http, replica.url, _key(pool), pool.engine)
+        replica.models = said.models
+        replica.known = said.whole
+        if said.whole or not replica.fingerprint:
+            replica.facts = said.facts
+        if said.whole and said.fingerprint != replica.fingerprint:
+            self._identify(pool, replica, said.fingerprint)
         self._fleet.learnt()
+
+    def _identify(self, pool: Pool, replica: Replica, fingerprint: str) -> None:
+        """Note which engine a replica is now."""
+        before, replica.fingerprint = replica.fingerprint, fingerprint
+        replica.accepted = replica.accepted or fingerprint
+        told = {"fingerprint": fingerprint, "facts": replica.facts.known()}
+        if not before:
+            self._tell("introduced", pool, replica, **told)
+            return
+        log.warning("fingerprint changed", pool=pool.name, replica=replica.name, before=before, now=fingerprint)
+        self._tell("fingerprint", pool, replica, before=before, **told)
 
 
 def _refused(error: BaseException | None) -> bool:
@@ -167,14 +235,6 @@ async def _text(http: httpx.AsyncClient, pool: Pool, replica: Replica, route: st
     except httpx.HTTPError:
         return ""
     return answer.text if answer.is_success else ""
-
-
-async def _json(http: httpx.AsyncClient, pool: Pool, replica: Replica, route: str) -> dict[str, Any]:
-    try:
-        told = json.loads(await _text(http, pool, replica, route) or "{}")
-    except ValueError:
-        return {}
-    return told if isinstance(told, dict) else {}
 
 
 def _key(pool: Pool) -> dict[str, str]:

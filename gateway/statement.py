@@ -72,11 +72,8 @@ class Statement:
         """What the replica that answers takes away from the promise."""
         if self._off or handling.kind not in ("sample", "score"):
             return []
-        pool, replica = sending.job.pool, sending.replica
-        if pool.role == "reward":
-            reasons = [] if pool.lanes.exclusive and not replica.facts.prefix_cache else ["reward-batched"]
-            return [*reasons, "foreign-traffic"] if replica.foreign else reasons
-        deterministic = replica.facts.deterministic
-        if deterministic is False and handling.kind == "sample":
-            return ["engine-not-deterministic"]
-        return [] if deterministic or pool.declared else ["unverified"]
+        replica = sending.replica
+        reasons = list(replica.reasons)
+        if replica.preempted_at > sending.exchange.sent_at and "preempted" not in sending.job.flags:
+            reasons.append("preempted")
+        return reasons

@@ -179,7 +179,11 @@ def test_what_a_lone_replica_says_is_what_is_known() -> None:
 @pytest.mark.parametrize(
     ("role", "told", "against"),
     [
-        ("generate", Facts(deterministic=False), "p-1 says that it is not in deterministic mode"),
+        (
+            "generate",
+            Facts(deterministic=False),
+            "p-1 says that it is not in deterministic mode, so its answers hang on",
+        ),
         ("reward", Facts(prefix_cache=True), "p-1 has a prefix cache, so a warm score differs from a cold one"),
         ("generate", Facts(deterministic=True, prefix_cache=True), None),
         ("reward", Facts(deterministic=False, prefix_cache=False), None),
@@ -190,7 +194,8 @@ def test_what_a_lone_replica_says_is_what_is_known() -> None:
 def test_what_speaks_against_determinism_is_named_with_its_replica(role: str, told: Facts, against: str | None) -> None:
     made = fleet(pool("p", *urls(2), role=role)).pools["p"]
     made.replicas["p-1"].facts = told
-    assert made.contradicts == against
+    made.judge()
+    assert made.contradicts is None if against is None else str(made.contradicts).startswith(against)
 
 
 # --- the rule, over the replicas as they are

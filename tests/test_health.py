@@ -65,7 +65,7 @@ async def test_probes_generate_nothing_and_carry_the_replicas_own_key(engine: st
     asked = [call.request for call in every.calls]
     assert asked[0].url.path == PROBES[engine]
     assert {request.method for request in asked} == {"GET"}
-    told = {"/v1/models", "/metrics", "/server_info", "/model_info", "/v1/loads"}
+    told = {"/v1/models", "/metrics", "/version", "/weight_info", "/server_info", "/model_info", "/v1/loads"}
     assert {request.url.path for request in asked} <= {PROBES[engine], *told}
     assert {request.headers["authorization"] for request in asked} == {"Bearer replica-key"}
     assert all(request.content == b"" for request in asked)
@@ -159,6 +159,7 @@ async def test_a_late_probe_is_no_failure_while_answers_come() -> None:
     with respx.mock(base_url=URL) as engine:
         engine.get("/v1/models").respond(200, json={})
         health = engine.get("/health").respond(200)
+        engine.route().respond(404)
         await subject.probe()
 
         def late(request: httpx.Request) -> httpx.Response:
@@ -196,6 +197,7 @@ async def test_nonsense_from_a_replica_is_no_reason_to_fail(told: str) -> None:
     with respx.mock(base_url=URL) as engine:
         engine.get("/health").respond(200)
         engine.get("/v1/models").respond(200, text=told)
+        engine.route().respond(404)
         await subject.probe()
     assert subject.state == "up"
     assert not subject.pool.models
@@ -232,6 +234,7 @@ async def watched(subject: Probed, played: Played, until: float) -> list[tuple[f
     with respx.mock(base_url=URL, assert_all_called=False) as engine:
         engine.get("/v1/models").respond(200, json={})
         engine.get("/health").mock(side_effect=played)
+        engine.route().respond(404)
         probing = asyncio.create_task(subject.health.run())
         while loop.time() < until:
             if not changes or changes[-1][1] != subject.replica.state:
@@ -346,7 +349,8 @@ async def test_each_probe_has_a_connection_of_its_own() -> None:
     async with FakeWorker(probes=asked) as worker:
         async with gateway(pool("policy", worker.url), health={"interval": 0.01}):
             await asked.again(5)
-        assert worker.connections == asked.count
+        # The last may have been cut off before it had asked.
+        assert worker.connections - asked.count in (0, 1)
 
 
 # --- what requests say of a replica

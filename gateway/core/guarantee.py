@@ -20,9 +20,16 @@ LOWERS: dict[str, Level] = {
     "group-order": "balanced",
     "home-down": "balanced",
     "epoch": "balanced",
+    "unrecorded": "balanced",
     "dp-unpinned": "balanced",
+    "engine-other": "none",
+    "role-mismatch": "none",
+    "prefix-cache": "none",
+    "fingerprint-changed": "none",
+    "preempted": "balanced",
 }
-"""What a reason leaves of the promise. One that is not listed (`unverified`, `retry-shared` …) takes nothing away."""
+"""What a reason leaves of the promise. One that is not listed (`unverified`, `retry-shared`, `replicas-differ` …) takes
+nothing away."""
 
 _ORDER: tuple[Level, ...] = ("none", "balanced", "strict")
 

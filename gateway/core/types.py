@@ -4,7 +4,7 @@ recomputed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from gateway.core.document import Document, Edit
@@ -82,7 +82,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a replica, as far as hazards depend on it. Unknown is None."""
+    """What a replica tells of itself. Unknown is None."""
 
     deterministic: bool | None = None
     is_generation: bool | None = None
@@ -90,6 +90,46 @@ class Facts:
     """min_p > 0 that the model's own generation config or preferred sampling parameters bring."""
     priority_scheduling: bool | None = None
     prefix_cache: bool | None = None
+    engine: str | None = None
+    """Which engine it says that it is."""
+    version: str | None = None
+    accelerator: str | None = None
+    model: str | None = None
+    """What it loaded, by path or name."""
+    revision: str | None = None
+    weight_version: str | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    """"none" where it says that there is none."""
+    kv_cache_dtype: str | None = None
+    attention_backend: str | None = None
+    sampling_backend: str | None = None
+    tensor_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    data_parallel: int | None = None
+    expert_parallel: int | None = None
+    dp_attention: bool | None = None
+    sequence_parallel: bool | None = None
+    mixture_of_experts: bool | None = None
+    speculative: str | None = None
+    """How it drafts tokens; "none" where it says that it does not."""
+    overlapped: bool | None = None
+    """The next batch is put together before this step's tokens are known."""
+    scheduling_policy: str | None = None
+    max_running: int | None = None
+    """Most requests in one batch."""
+    sampling_defaults: str | None = None
+    """Where sampling parameters come from that a request leaves out: the "model" (its generation_config.json) or the
+    "engine"."""
+    defaults: tuple[tuple[str, float], ...] = ()
+    """Such parameters, as far as it tells them."""
+
+    def known(self) -> dict[str, Any]:
+        """Those that were told, by name."""
+        named = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in named if value not in (None, ())} | (
+            {"defaults": dict(self.defaults)} if self.defaults else {}
+        )
 
 
 Value = Mapping[str, Any]

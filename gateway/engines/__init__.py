@@ -30,7 +30,11 @@ class Engine(Protocol):
     """None: closing the connection is the abort."""
 
     ASKS: tuple[str, ...]
-    """Routes that say what a server is, asked when it comes up."""
+    """Routes, with their query, that say what a server is, asked when it comes up."""
+
+    PREEMPTIONS: tuple[str, str] | None
+    """Route and series that count the requests put back to be computed anew; None where that changes no answer, or
+    nothing tells."""
 
     HIGHER_FIRST: bool
     """Of the numbers in a body's `priority` the higher one goes first; else the lower one."""
@@ -55,7 +59,7 @@ class Engine(Protocol):
 
     @staticmethod
     def facts(told: Mapping[str, Any]) -> Facts:
-        """What the JSON answers to `ASKS` say, by route."""
+        """What the answers to `/v1/models` and `ASKS` say, by route: JSON objects, text where it is none."""
 
     @staticmethod
     def check(path: str, document: Document, facts: Facts, n: int) -> None:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gateway.core.document import Document, Edit
+from gateway.core.told import owner
 from gateway.core.types import Facts, Handling, Headers
 
 NAME = "openai"
@@ -64,6 +65,7 @@ def id_headers(engine_id: str) -> Headers:
 ASKS = ()
 """Nothing that this engine serves by default tells whether its kernels are batch-invariant."""
 
+PREEMPTIONS = None
 HIGHER_FIRST = False
 LOAD = None
 PREFIX_CACHE = None
@@ -79,5 +81,5 @@ def done(told: str) -> float | None:
 
 
 def facts(told: Mapping[str, Any]) -> Facts:
-    """Unknown, all of it."""
-    return Facts()
+    """Unknown, all but which engine it says that it is."""
+    return Facts(engine=owner(told))

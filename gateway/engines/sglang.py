@@ -14,6 +14,7 @@ import orjson
 
 from gateway.core.document import Document, Edit, Set
 from gateway.core.errors import CallerFault
+from gateway.core.told import at, count, flag, named, numbers, owner, text
 from gateway.core.types import Facts, Handling, Headers, Path
 
 NAME = "sglang"
@@ -168,6 +169,9 @@ def _at(value: Any, path: Path) -> Any:
 ASKS = ("/server_info", "/model_info")
 """Routes that say what a server is."""
 
+PREEMPTIONS = None
+"""Its noise is a hash of seed and position, so who is put back continues with the same."""
+
 HIGHER_FIRST = True
 LOAD = "/v1/loads"
 """The scheduler's own count. Its /metrics tell of a request only after 40 tokens, and only with --enable-metrics."""
@@ -194,15 +198,49 @@ def done(told: str) -> float | None:
 
 
 def facts(told: Mapping[str, Any]) -> Facts:
-    """What the answers to `ASKS` say, by route; an answer that did not come is absent."""
-    server, model = told.get("/server_info", {}), told.get("/model_info", {})
-    preferred = model.get("preferred_sampling_params") or {}
-    if isinstance(preferred, str):
-        preferred = orjson.loads(preferred)
+    """What the answers say, by route; an answer that did not come is absent."""
+    server, model = at(told, "/server_info"), at(told, "/model_info")
+    preferred = numbers(model.get("preferred_sampling_params"))
+    off = flag(server.get("disable_radix_cache"))
+    overlap_off = flag(server.get("disable_overlap_schedule"))
+    experts = count(server.get("ep_size"))
     return Facts(
-        deterministic=server.get("enable_deterministic_inference"),
-        is_generation=model.get("is_generation"),
-        default_min_p=preferred.get("min_p"),
-        priority_scheduling=server.get("enable_priority_scheduling"),
-        prefix_cache=None if (off := server.get("disable_radix_cache")) is None else not off,
+        deterministic=flag(server.get("enable_deterministic_inference")),
+        is_generation=flag(model.get("is_generation")),
+        default_min_p=dict(preferred).get("min_p"),
+        priority_scheduling=flag(server.get("enable_priority_scheduling")),
+        prefix_cache=None if off is None else not off,
+        engine=owner(told),
+        version=text(server.get("version")),
+        accelerator=text(server.get("device")),
+        model=text(model.get("model_path")) or text(server.get("model_path")),
+        revision=text(server.get("revision")),
+        weight_version=text(model.get("weight_version")) or text(server.get("weight_version")),
+        dtype=text(server.get("dtype")),
+        quantization=named(server, "quantization"),
+        kv_cache_dtype=text(server.get("kv_cache_dtype")),
+        attention_backend=text(server.get("attention_backend")),
+        sampling_backend=text(server.get("sampling_backend")),
+        tensor_parallel=count(server.get("tp_size")),
+        pipeline_parallel=count(server.get("pp_size")),
+        data_parallel=count(server.get("dp_size")),
+        expert_parallel=experts,
+        dp_attention=flag(server.get("enable_dp_attention")),
+        mixture_of_experts=_mixes(model.get("architectures"), experts),
+        speculative=named(server, "speculative_algorithm"),
+        overlapped=None if overlap_off is None else not overlap_off,
+        scheduling_policy=text(server.get("schedule_policy")),
+        max_running=count(server.get("max_running_requests")),
+        sampling_defaults=_source(server.get("sampling_defaults")),
+        defaults=preferred,
     )
+
+
+def _mixes(architectures: Any, experts: int | None) -> bool | None:
+    if experts is not None and experts > 1:
+        return True
+    return any("moe" in str(name).lower() for name in architectures) if isinstance(architectures, list) else None
+
+
+def _source(told: Any) -> str | None:
+    return {"model": "model", "openai": "engine"}.get(told) if isinstance(told, str) else None

@@ -11,6 +11,7 @@ from typing import Any
 
 from gateway.core import exposition
 from gateway.core.document import Document, Edit
+from gateway.core.told import at, count, flag, named, numbers, owner, root, text
 from gateway.core.types import Facts, Handling, Headers, Path
 
 NAME = "vllm"
@@ -96,8 +97,13 @@ def id_headers(engine_id: str) -> Headers:
     return [(b"x-request-id", engine_id.encode("ascii"))]
 
 
-ASKS = ()
-"""Nothing that this engine serves by default tells whether its kernels are batch-invariant."""
+_SETTINGS = "/server_info?config_format=json"
+
+ASKS = ("/version", "/metrics", "/weight_info", _SETTINGS)
+"""The last two are served in its development mode alone. They tell settings, not what kernels do."""
+
+PREEMPTIONS = ("/metrics", "vllm:num_preemptions_total")
+"""A request that was preempted is computed anew in one pass, as no step computed it before."""
 
 HIGHER_FIRST = False
 LOAD = "/metrics"
@@ -125,5 +131,70 @@ def done(told: str) -> float | None:
 
 
 def facts(told: Mapping[str, Any]) -> Facts:
-    """Unknown, all of it."""
-    return Facts()
+    """Outside its development mode little more than its version, its model and the prefix cache."""
+    info = told.get(_SETTINGS, {})
+    model, parallel = at(info, "vllm_config", "model_config"), at(info, "vllm_config", "parallel_config")
+    scheduler, cache = at(info, "vllm_config", "scheduler_config"), at(info, "vllm_config", "cache_config")
+    runner = text(scheduler.get("runner_type"))
+    defaults = numbers(model.get("override_generation_config"))
+    source = text(model.get("generation_config"))
+    return Facts(
+        deterministic=flag(at(info, "vllm_env").get("VLLM_BATCH_INVARIANT")),
+        is_generation=None if runner is None else runner == "generate",
+        default_min_p=dict(defaults).get("min_p"),
+        priority_scheduling=_is(scheduler.get("policy"), "priority"),
+        prefix_cache=_caches(told.get("/metrics"), cache),
+        engine=owner(told),
+        version=text(at(told, "/version").get("version")),
+        accelerator=text(at(info, "system_env").get("nvidia_gpu_models")),
+        model=root(told),
+        revision=text(model.get("revision")),
+        weight_version=text(at(told, "/weight_info").get("weight_version")),
+        dtype=_plain(model.get("dtype")),
+        quantization=named(model, "quantization"),
+        kv_cache_dtype=text(cache.get("cache_dtype")) or _label(told.get("/metrics"), "cache_dtype"),
+        attention_backend=text(at(info, "vllm_config", "attention_config").get("backend")),
+        tensor_parallel=count(parallel.get("tensor_parallel_size")),
+        pipeline_parallel=count(parallel.get("pipeline_parallel_size")),
+        data_parallel=count(parallel.get("data_parallel_size")),
+        expert_parallel=_experts(parallel),
+        sequence_parallel=flag(at(info, "vllm_config", "compilation_config", "pass_config").get("enable_sp")),
+        mixture_of_experts=flag(parallel.get("is_moe_model")),
+        speculative=_drafts(info),
+        overlapped=flag(scheduler.get("async_scheduling")),
+        scheduling_policy=text(scheduler.get("policy")),
+        max_running=count(scheduler.get("max_num_seqs")),
+        sampling_defaults=None if source is None else "engine" if source == "vllm" else "model",
+        defaults=defaults,
+    )
+
+
+def _label(metrics: Any, name: str) -> str | None:
+    return exposition.label(metrics, PREFIX_CACHE[0], name) if isinstance(metrics, str) else None
+
+
+def _caches(metrics: Any, cache: Mapping[str, Any]) -> bool | None:
+    label = _label(metrics, PREFIX_CACHE[1])
+    return flag(cache.get("enable_prefix_caching")) if label is None else label.lower() in ("true", "1")
+
+
+def _is(value: Any, wanted: str) -> bool | None:
+    return value == wanted if isinstance(value, str) else None
+
+
+def _plain(dtype: Any) -> str | None:
+    return dtype.removeprefix("torch.") if isinstance(dtype, str) else None
+
+
+def _experts(parallel: Mapping[str, Any]) -> int | None:
+    if not flag(parallel.get("enable_expert_parallel")):
+        return None
+    return (count(parallel.get("tensor_parallel_size")) or 1) * (count(parallel.get("data_parallel_size")) or 1)
+
+
+def _drafts(info: Any) -> str | None:
+    config = at(info, "vllm_config")
+    if "speculative_config" not in config:
+        return None
+    drafts = at(config, "speculative_config")
+    return text(drafts.get("method")) or ("some" if drafts else "none")

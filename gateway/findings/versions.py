@@ -1,0 +1,17 @@
+"""Versions of engines, compared."""
+
+from __future__ import annotations
+
+import re
+
+
+def before(version: str | None, other: str) -> bool:
+    """Whether `version` is older than `other`; False where it is unknown or says no numbers."""
+    ours = _numbers(version or "")
+    return bool(ours) and ours < _numbers(other)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release's numbers; what stands behind them (`rc1`, `.dev3+g12ab`) is left out."""
+    found = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    return tuple(int(part) for part in found[1].split(".")) if found else ()

@@ -1,0 +1,63 @@
+"""Asks a server what it is. No question generates a token or scores a text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from gateway.core.fingerprint import fingerprint
+from gateway.core.types import Facts
+from gateway.engines import Engine
+
+MODELS = "/v1/models"
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a server said of itself."""
+
+    facts: Facts
+    models: list[dict[str, Any]] | None
+    """The entries of /v1/models; None where that was not answered in its shape."""
+    whole: bool
+    """Every question was answered, be it by a refusal; else it may know more than it said."""
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.facts, [model["id"] for model in self.models or ()])
+
+
+async def introduce(http: httpx.AsyncClient, url: str, key: dict[str, str], engine: Engine) -> Introduction:
+    """Ask the server at `url` all that its engine's file lists. `key`: the headers that it wants."""
+    routes = (MODELS, *engine.ASKS)
+    answers = dict(zip(routes, await asyncio.gather(*(_ask(http, url + route, key) for route in routes)), strict=True))
+    told = {route: _read(answer.text) for route, answer in answers.items() if answer is not None and answer.is_success}
+    models = told.get(MODELS)
+    data = models.get("data") if isinstance(models, dict) else None
+    return Introduction(
+        engine.facts(told),
+        [model for model in data if isinstance(model, dict) and isinstance(model.get("id"), str)]
+        if isinstance(data, list)
+        else None,
+        all(answer is not None and answer.status_code < 500 for answer in answers.values()),
+    )
+
+
+async def _ask(http: httpx.AsyncClient, url: str, key: dict[str, str]) -> httpx.Response | None:
+    try:
+        return await http.get(url, headers=key)
+    except httpx.HTTPError:
+        return None
+
+
+def _read(text: str) -> dict[str, Any] | str:
+    """A JSON object, or the text of what is none."""
+    try:
+        told = json.loads(text)
+    except ValueError:
+        return text
+    return told if isinstance(told, dict) else text
