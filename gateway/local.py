@@ -9,12 +9,12 @@ import orjson
 from gateway.answers import Client
 from gateway.core.document import Document, Malformed
 from gateway.core.errors import Busy, CallerFault, ModelNotFound, WrongMethod
-from gateway.core.types import Headers, Request
+from gateway.core.types import Request
 from gateway.fleet import Fleet, Pool
 from gateway.sending import Dispatcher
 from gateway.sessions import Session
 
-_JSON: Headers = [(b"content-type", b"application/json")]
+_JSON = b"content-type: application/json\r\n"
 _MODELS = "/v1/models"
 _ABORT = "/abort_request"
 

@@ -201,7 +201,7 @@ class Pipeline:
         )
 
     async def _forward(self, work: Work, asked: Asked, decided: plan.Plan, job: Job, client: Client) -> None:
-        def head(sending: Sending, headers: Headers) -> Headers:
+        def head(sending: Sending, headers: Headers) -> bytes:
             if work.claim is not None and work.scope is not None:
                 work.raced = self.store.raced(work.scope, work.claim.index)
             return fields.downstream(headers) + self._statement.of_answer(work, asked, sending)
@@ -226,9 +226,9 @@ class Pipeline:
         if client.started:
             break_stream(client, work.answer, fault, work.api)
             return
-        headers = shapes.error_headers(fault)
+        headers = fields.lines(shapes.error_headers(fault))
         if work.asked is not None:
-            headers = headers + self._statement.of_decision(work, work.asked)
+            headers += self._statement.of_decision(work, work.asked)
         client.reply(fault.status, headers, shapes.error_body(fault, work.api))
 
 

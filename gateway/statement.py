@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from urllib.parse import quote
 
 from gateway.core import guarantee
-from gateway.core.types import Handling, Headers
+from gateway.core.types import Handling
 from gateway.sending import Sending
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from gateway.work import Asked, Work
+
+
+_OF_DECISION = (
+    b"x-request-id: %b\r\nx-detgate-request-id: %b\r\nx-detgate-session: %b\r\n"
+    b"x-detgate-index: %d\r\nx-detgate-seed-source: %b\r\n%b"
+)
+_OF_ANSWER = b"%bx-detgate-replica: %b\r\nx-detgate-attempts: %d\r\nx-detgate-guarantee: %b\r\n"
+
+
+@lru_cache(maxsize=4096)
+def _visible(session: str) -> bytes:
+    """A session's id as a header may have it."""
+    return quote(session, safe="!#$&'()*+,/:;=?@[]~ ").encode()
+
+
+@lru_cache(maxsize=1024)
+def _guarantee(best: guarantee.Level, reasons: tuple[str, ...]) -> bytes:
+    return guarantee.header(best, list(reasons)).encode()
 
 
 class Statement:
@@ -33,9 +52,8 @@ class Statement:
             flags.append("random-session")
         return flags
 
-    def of_answer(self, work: Work, asked: Asked, sending: Sending) -> Headers:
-        """The headers of an answer that a replica gave."""
-        headers = self.of_decision(work, asked)
+    def of_answer(self, work: Work, asked: Asked, sending: Sending) -> bytes:
+        """The header lines of an answer that a replica gave."""
         job = sending.job
         reasons = job.flags + self._reasons_of(sending, asked.handling)
         if work.raced and "racing" not in reasons:
@@ -43,30 +61,28 @@ class Statement:
         for reason in reasons:
             self._reasons.add(reason)
         best: guarantee.Level = "strict" if self._strict and job.pool.stable else "balanced"
-        headers += (
-            (b"x-detgate-replica", sending.replica.name.encode()),
-            (b"x-detgate-attempts", b"%d" % job.attempts),
-            (b"x-detgate-guarantee", guarantee.header(best, reasons).encode()),
+        return _OF_ANSWER % (
+            self.of_decision(work, asked),
+            sending.replica.name.encode(),
+            job.attempts,
+            _guarantee(best, tuple(reasons)),
         )
-        return headers
 
-    def of_decision(self, work: Work, asked: Asked) -> Headers:
-        """The headers of what was decided, which a refusal has too."""
+    def of_decision(self, work: Work, asked: Asked) -> bytes:
+        """The header lines of what was decided, which a refusal has too."""
         decided = work.plan
         own_id = asked.request.fields.get(b"x-request-id")
         if decided is None:
-            return [] if own_id is None else [(b"x-request-id", own_id)]
+            return b"" if own_id is None else b"x-request-id: %b\r\n" % own_id
         request_id = decided.request_id.encode()
-        headers = [
-            (b"x-request-id", own_id or request_id),
-            (b"x-detgate-request-id", request_id),
-            (b"x-detgate-session", quote(asked.caller.session, safe="!#$&'()*+,/:;=?@[]~ ").encode()),
-            (b"x-detgate-index", b"%d" % decided.index),
-            (b"x-detgate-seed-source", decided.seed_source.encode()),
-        ]
-        if decided.seed is not None:
-            headers.append((b"x-detgate-seed", b"%d" % decided.seed))
-        return headers
+        return _OF_DECISION % (
+            own_id or request_id,
+            request_id,
+            _visible(asked.caller.session),
+            decided.index,
+            decided.seed_source.encode(),
+            b"" if decided.seed is None else b"x-detgate-seed: %d\r\n" % decided.seed,
+        )
 
     def _reasons_of(self, sending: Sending, handling: Handling) -> list[str]:
         """What the replica that answers takes away from the promise."""

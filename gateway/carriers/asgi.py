@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
+from gateway.core import fields
 from gateway.core.errors import Fault, TooLarge
 from gateway.core.shapes import error_body, error_headers
 from gateway.core.types import Headers, Request
@@ -41,16 +42,16 @@ class Client:
         self._queued = 0
         self._clean = True
 
-    def reply(self, status: int, headers: Headers, body: bytes) -> None:
+    def reply(self, status: int, headers: bytes, body: bytes) -> None:
         self._head = None
-        self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        self.start(status, headers, len(body))
         self.write(body)
         self.end()
 
-    def start(self, status: int, headers: Headers, length: int | None = None) -> None:
+    def start(self, status: int, headers: bytes, length: int | None = None) -> None:
         if length is not None:
-            headers = [*headers, (b"content-length", b"%d" % length)]
-        self._head = {"type": "http.response.start", "status": status, "headers": headers}
+            headers += b"content-length: %d\r\n" % length
+        self._head = {"type": "http.response.start", "status": status, "headers": fields.read(headers)}
 
     def write(self, data: bytes) -> None:
         self._leave()
@@ -116,7 +117,7 @@ class DataPlane:
             body = await self._body(receive)
         except Fault as fault:
             client = Client()
-            client.reply(fault.status, error_headers(fault), error_body(fault, api_of(_path(scope))))
+            client.reply(fault.status, fields.lines(error_headers(fault)), error_body(fault, api_of(_path(scope))))
             await client.pump(send)
             return
         if body is None:

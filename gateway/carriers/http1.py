@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from gateway.core import fields
 from gateway.core.errors import CallerFault, Fault, TooLarge, TooSlow
 from gateway.core.shapes import error_body, error_headers
-from gateway.core.types import Headers, Request
+from gateway.core.types import Request
 from gateway.routes import api_of
 
 LINGER_SECONDS = 10.0
@@ -84,30 +85,32 @@ class Client:
     def version(self) -> str:
         return self._protocol.version
 
-    def reply(self, status: int, headers: Headers, body: bytes) -> None:
+    def reply(self, status: int, headers: bytes, body: bytes) -> None:
         """A whole answer at once."""
-        head = self._headers(status, headers)
-        head.append(b"content-length: %d\r\n\r\n" % len(body))
-        head.append(body)
         self._head = None
         if self.disconnected:
             return
         self.started = True
-        self._protocol.transport.write(b"".join(head))
+        protocol = self._protocol
+        protocol.transport.write(
+            b"%b%b%b%bcontent-length: %d\r\n\r\n%b"
+            % (STATUS_LINE[status], protocol.own_lines(), headers, self._connection(), len(body), body)
+        )
         self._finish()
 
-    def start(self, status: int, headers: Headers, length: int | None = None) -> None:
+    def start(self, status: int, headers: bytes, length: int | None = None) -> None:
         """Status and headers of a streamed answer; they leave with its first bytes. `length`: of the body, if known."""
-        head = self._headers(status, headers)
+        protocol = self._protocol
         if length is not None:
-            head.append(b"content-length: %d\r\n\r\n" % length)
-        elif self._protocol.version == "1.1":
+            framing = b"content-length: %d\r\n" % length
+        elif protocol.version == "1.1":
             self._chunked = True
-            head.append(b"transfer-encoding: chunked\r\n\r\n")
+            framing = b"transfer-encoding: chunked\r\n"
         else:
             self.keep_alive = False
-            head.append(b"connection: close\r\n\r\n")
-        self._head = b"".join(head)
+            framing = b""
+        own = protocol.own_lines()
+        self._head = b"%b%b%b%b%b\r\n" % (STATUS_LINE[status], own, headers, self._connection(), framing)
 
     def write(self, data: bytes) -> None:
         """Some bytes of the body, at once."""
@@ -144,17 +147,10 @@ class Client:
         await self._protocol.written()
         return not self.disconnected
 
-    def _headers(self, status: int, headers: Headers) -> list[bytes]:
-        head = [STATUS_LINE[status]]
-        for name, value in self._protocol.server_state.default_headers:
-            head += (name, b": ", value, b"\r\n")
-        for name, value in headers:
-            head += (name, b": ", value, b"\r\n")
+    def _connection(self) -> bytes:
         if not self.keep_alive:
-            head.append(b"connection: close\r\n")
-        elif self._protocol.version == "1.0":
-            head.append(b"connection: keep-alive\r\n")
-        return head
+            return b"connection: close\r\n"
+        return b"" if self._protocol.version == "1.1" else b"connection: keep-alive\r\n"
 
     def _finish(self) -> None:
         self.response_complete = True
@@ -182,6 +178,8 @@ class Carrier(HttpToolsProtocol):
     def __init__(self, plane: Plane, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self.plane = plane
+        self._own_headers: list[tuple[bytes, bytes]] = []
+        self._own_lines = b""
         self.version = "1.1"
         self.active: Client | None = None
         self._phase = IDLE
@@ -240,11 +238,11 @@ class Carrier(HttpToolsProtocol):
             self._leave_to_asgi()
             return
         self.version = self.parser.get_http_version()
-        fields = dict(self.headers)
-        request = Request(self.parser.get_method().decode("ascii"), path, query, self.headers, fields, b"")
+        by_name = dict(self.headers)
+        request = Request(self.parser.get_method().decode("ascii"), path, query, self.headers, by_name, b"")
         keep_alive = self.parser.should_keep_alive() and not self.plane.draining
         client = Client(self, request, keep_alive, self.expect_100_continue)
-        declared = int(fields.get(b"content-length", b"0") or b"0")
+        declared = int(by_name.get(b"content-length", b"0") or b"0")
         if declared > self.plane.body_bytes:
             client.refusal = self._too_large()
         self.cycle = client  # type: ignore[assignment]
@@ -346,7 +344,7 @@ class Carrier(HttpToolsProtocol):
         fault = client.refusal
         assert fault is not None
         client.keep_alive = False
-        client.reply(fault.status, error_headers(fault), error_body(fault, api_of(client.request.path)))
+        client.reply(fault.status, fields.lines(error_headers(fault)), error_body(fault, api_of(client.request.path)))
 
     def _refuse_head(self, fault: Fault) -> None:
         """Nothing on this connection can be trusted any more: an answer under way ends, then it closes."""
@@ -357,7 +355,7 @@ class Carrier(HttpToolsProtocol):
         client = Client(self, Request("", "", "", [], {}, b""), False, False)
         client.more_body = False
         self.active = client
-        client.reply(fault.status, error_headers(fault), error_body(fault, "openai"))
+        client.reply(fault.status, fields.lines(error_headers(fault)), error_body(fault, "openai"))
 
     # --- time
     def overdue(self, now: float) -> None:
@@ -390,6 +388,13 @@ class Carrier(HttpToolsProtocol):
         return cycle is not None and not cycle.response_complete
 
     # --- writing
+    def own_lines(self) -> bytes:
+        """The header lines that the server gives every answer; uvicorn makes them anew when the date has changed."""
+        own = self.server_state.default_headers
+        if own is not self._own_headers:
+            self._own_headers, self._own_lines = own, fields.lines(own)
+        return self._own_lines
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._paused_since, self._unsent = self.loop.time(), self.transport.get_write_buffer_size()

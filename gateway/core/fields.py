@@ -54,15 +54,28 @@ def upstream(headers: Headers) -> bytes:
     )
 
 
-def downstream(headers: Headers) -> Headers:
-    """The replica's fields that the client gets. Length and framing belong to the carrier."""
+def downstream(headers: Headers) -> bytes:
+    """The replica's fields that the client gets, as lines. Length and framing belong to the carrier."""
     dropped = _with_named(_NOT_DOWNSTREAM, headers)
-    return [field for field in headers if field[0] not in dropped]
+    return b"".join([b"%b: %b\r\n" % field for field in headers if field[0] not in dropped])
+
+
+def lines(headers: Headers) -> bytes:
+    """Fields as they stand in a message's head: each a line with its end."""
+    return b"".join([b"%b: %b\r\n" % field for field in headers])
+
+
+def read(lines: bytes) -> Headers:
+    """The fields of such lines."""
+    return [(name, value) for name, _, value in [line.partition(b": ") for line in lines.split(b"\r\n")[:-1]]]
 
 
 def is_stream(headers: Headers) -> bool:
     """Whether an answer is a stream of server-sent events."""
-    return any(name == b"content-type" and value[:17].lower() == b"text/event-stream" for name, value in headers)
+    for name, value in headers:
+        if name == b"content-type" and value[:17].lower() == b"text/event-stream":
+            return True
+    return False
 
 
 def find(headers: Headers, name: bytes) -> bytes | None:

@@ -40,11 +40,15 @@ def test_a_replicas_server_date_and_framing_stay_behind_and_its_cookies_pass() -
         (b"content-length", b"3"), (b"transfer-encoding", b"chunked"), (b"connection", b"x-hop"), (b"x-hop", b"1"),
         (b"content-type", b"text/plain"),
     ]  # fmt: skip
-    assert fields.downstream(headers) == [
-        (b"set-cookie", b"a=1"),
-        (b"set-cookie", b"b=2"),
-        (b"content-type", b"text/plain"),
-    ]
+    kept: Headers = [(b"set-cookie", b"a=1"), (b"set-cookie", b"b=2"), (b"content-type", b"text/plain")]
+    assert fields.downstream(headers) == fields.lines(kept) == b"".join([b"%b: %b\r\n" % field for field in kept])
+
+
+@pytest.mark.parametrize("value", [b"", b"a", b"a: b", b" a ", b"\xe9,:"])
+def test_lines_are_read_as_they_were_written(value: bytes) -> None:
+    headers: Headers = [(b"x-one", value), (b"x-one", b"1"), (b"x-two", value)]
+    assert fields.read(fields.lines(headers)) == headers
+    assert fields.read(b"") == []
 
 
 @pytest.mark.parametrize(
