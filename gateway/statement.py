@@ -12,7 +12,6 @@ from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from gateway.work import Asked, Work
 
-
 _OF_DECISION = (
     b"x-request-id: %b\r\nx-detgate-request-id: %b\r\nx-detgate-session: %b\r\n"
     b"x-detgate-index: %d\r\nx-detgate-seed-source: %b\r\n%b"

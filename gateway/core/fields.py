@@ -72,10 +72,7 @@ def read(lines: bytes) -> Headers:
 
 def is_stream(headers: Headers) -> bool:
     """Whether an answer is a stream of server-sent events."""
-    for name, value in headers:
-        if name == b"content-type" and value[:17].lower() == b"text/event-stream":
-            return True
-    return False
+    return any(name == b"content-type" and value[:17].lower() == b"text/event-stream" for name, value in headers)
 
 
 def find(headers: Headers, name: bytes) -> bytes | None:
