@@ -48,6 +48,11 @@ class AdminKey:
         self._digest = None if key is None else digest(key.get_secret_value().encode())
         self._open = is_loopback(settings.host)
 
+    @property
+    def needed(self) -> bool:
+        """There is one."""
+        return self._digest is not None
+
     def holds(self, key: bytes) -> bool:
         """Whether a key is the admin key."""
         return self._digest is not None and hmac.compare_digest(self._digest, digest(key))

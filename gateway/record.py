@@ -9,7 +9,7 @@ import structlog
 from gateway.answers import answered
 from gateway.core import plan
 from gateway.core.errors import StoreFault, UpstreamFault
-from gateway.sessions import Sessions
+from gateway.sessions import Interaction, Sessions
 from gateway.settings import Settings
 from gateway.stores import Store
 from gateway.telemetry import Telemetry
@@ -57,13 +57,17 @@ class Record:
                 "scheme": self._settings.scheme,
                 "request_id": decided.request_id,
                 "route": asked.route,
+                "kind": asked.handling.kind,
                 "pool": asked.pool.name,
                 "flags": work.claim.flags,
             }
         )
         if asked.session is not None:
             work.session = asked.session
-            self._sessions.enter(asked.session)
+            interaction = None
+            if asked.handling.kind == "sample":
+                interaction = Interaction(work.scope.identity, decided.index, decided.request_id)
+            work.interaction = self._sessions.enter(asked.session, interaction)
 
     async def complete(self, work: Work) -> None:
         """The answer has ended: the request races no more."""
@@ -76,7 +80,9 @@ class Record:
         asked, job, answer = work.asked, work.job, work.answer
         now = asyncio.get_running_loop().time()
         if work.session is not None:
-            self._sessions.leave(work.session, None if answer.delivered else self._error(work) or _outcome(work))
+            trouble = None if answer.delivered else self._error(work) or _outcome(work)
+            answer_id = answer.observed.id if answer.observed is not None else None
+            self._sessions.leave(work.session, trouble, work.interaction, answer_id)
         if work.claim is not None and work.scope is not None:
             used = answer.delivered or (started and _good_so_far(work))
             await self.complete(work)
@@ -156,6 +162,7 @@ class Record:
                 "finish_reasons": observed.finish_reasons if observed is not None else None,
                 "usage": observed.usage if observed is not None else None,
                 "answer": observed.content if observed is not None else None,
+                "answer_id": observed.id if observed is not None else None,
                 "weight_version": observed.weight_version if observed is not None else None,
                 "first_byte_seconds": answer.first_byte_at - work.since if answer.first_byte_at else None,
                 "seconds": now - work.since,

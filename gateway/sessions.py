@@ -1,8 +1,9 @@
 """Sessions that were created before they were used, and their groups: those of all runs of this process.
 
 A session needs no creation: an id in a path or a header is enough. One that was created has more: a key that opens it
-and nothing else, an identity and a master seed of its own, an index order, a place in a group. What is created and what
-ends is in the run's ledger before it takes effect, so a restarted gateway knows it; of keys the ledger has digests.
+and nothing else, an identity and a master seed of its own, an index order, a place in a group, rewards. What is
+created, rewarded or ended is in the run's ledger before it takes effect, so a restarted gateway knows it; of keys the
+ledger has digests.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
 import structlog
 
-from gateway.core.errors import Busy, CallerFault, Gone, NotFound, Unauthorized
+from gateway.core.errors import Busy, CallerFault, Conflict, Gone, NotFound, Unauthorized
 from gateway.core.identity import Known, Named, text
 from gateway.core.ids import random_like
 from gateway.keys import Keys, digest
@@ -29,6 +31,9 @@ log = structlog.get_logger("detgate.sessions")
 
 PREFIX = b"dgs-"
 """What every session's key begins with: one that nobody holds is then refused, and not taken for no key at all."""
+
+RECENT = 64
+"""Requests of one session that are remembered for rewards; those before them are in the ledger alone."""
 
 SWEEPS = 4
 """How often the idle are looked for within the time that a session may be idle."""
@@ -49,6 +54,21 @@ class Wanted(NamedTuple):
     seed: int | None = None
     order: int | None = None
     """Its place in the order of submission."""
+    failed_reward: float | None = None
+    """Its reward if it fails before it was given one; None: as the settings say."""
+
+
+@dataclass(slots=True, eq=False)
+class Interaction:
+    """A sampled request of a session: what a reward is given for."""
+
+    identity: str
+    index: int
+    request_id: str
+    answer: str | None = None
+    """The id that its answer has."""
+    delivered: bool = False
+    reward: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -71,10 +91,60 @@ class Session:
     """Why its last request was not delivered; None: it was."""
     overtook: bool = False
     """It waited in vain for the members before it, and went on without them."""
+    failed_reward: float | None = None
+    """What its reward is if it fails before it was given one."""
+    interactions: int = 0
+    """Its sampled requests that were delivered."""
+    _total: Fraction | None = None
+    _recent: dict[tuple[str, int], Interaction] = field(default_factory=dict)
+    """Its last sampled requests, in the order in which they got their indices."""
 
     @property
     def place(self) -> tuple[str, str]:
         return self.known.run, self.known.session
+
+    @property
+    def reward(self) -> float | None:
+        """The sum of its requests' rewards, exact but for the last rounding; None: it has none."""
+        return None if self._total is None else float(self._total)
+
+    def find(self, name: str | None) -> Interaction | None:
+        """A remembered request that was delivered, by its own id or its answer's; without a name the last one."""
+        for interaction in reversed(self._recent.values()):
+            if interaction.delivered and name in (None, interaction.request_id, interaction.answer):
+                return interaction
+        return None
+
+    def remembered(self, identity: Any, index: Any) -> Interaction | None:
+        """What is remembered of an index."""
+        return self._recent.get((identity, index))
+
+    def asked(self, interaction: Interaction) -> Interaction:
+        """A request got its index; the one that is remembered of that index."""
+        key = interaction.identity, interaction.index
+        known = self._recent.setdefault(key, interaction)
+        if len(self._recent) > RECENT:
+            del self._recent[next(iter(self._recent))]
+        return known
+
+    def answered(self, interaction: Interaction, answer: str | None) -> None:
+        """It was delivered."""
+        self.interactions += not interaction.delivered
+        interaction.delivered, interaction.answer = True, answer
+
+    def dropped(self, interaction: Interaction) -> None:
+        """It was not delivered."""
+        key = interaction.identity, interaction.index
+        if not interaction.delivered and self._recent.get(key) is interaction:
+            del self._recent[key]
+
+    def with_reward(self, before: float | None, reward: float) -> Fraction:
+        """What the sum would be if a request's reward were changed."""
+        return (self._total or Fraction()) + Fraction(reward) - Fraction(before or 0.0)
+
+    def add(self, before: float | None, reward: float) -> None:
+        """A request's reward was changed."""
+        self._total = self.with_reward(before, reward)
 
 
 @dataclass(slots=True, eq=False)
@@ -130,6 +200,7 @@ class Sessions:
         self._store = store
         self._limit = settings.limits.sessions
         self._idle_seconds = settings.sessions.idle_seconds
+        self._failed_reward = settings.sessions.failed_reward
         self._strict = settings.profile == "strict" and not settings.sessions.allow_random
         self._ledgers: dict[str, Ledger] = {}
         self._sessions: dict[tuple[str, str], Session] = {}
@@ -200,11 +271,12 @@ class Sessions:
         return self._groups.get((run, name))
 
     # --- life
-    def create(self, run: str, wanted: Wanted) -> tuple[list[Session], list[str]]:
+    def create(self, run: str, wanted: Wanted, key: str | None = None) -> tuple[list[Session], list[str]]:
         """Create a session, or a group of sessions, and the key of each.
 
-        Raises `CallerFault` for what cannot be an identity, `Busy` where too many are live or the ledger cannot be
-        written; nothing is created then.
+        `key`: the key of a session that has ended, which the first one shall have; any other is not taken. Raises
+        `CallerFault` for what cannot be an identity, `Conflict` where the key's session has not ended, `Busy` where too
+        many are live or the ledger cannot be written; nothing is created then.
         """
         if self._strict and random_like(wanted.identity):
             raise CallerFault(
@@ -218,10 +290,15 @@ class Sessions:
             raise Busy(
                 f"{self.live} sessions are open already. End some, or raise limits.sessions.", code="too_many_sessions"
             )
-        sessions, keys = self._made(run, wanted), []
-        for session in sessions:
-            keys.append((PREFIX + secrets.token_urlsafe(32).encode()).decode())
-            session.key = digest(keys[-1].encode())
+        before = self._by_key.get(digest(key.encode())) if key is not None else None
+        if before is not None and before.state == "open":
+            raise Conflict(f"This key is that of session {before.known.session}, which is open.", code="session_active")
+        sessions = self._made(run, wanted)
+        keys = [(PREFIX + secrets.token_urlsafe(32).encode()).decode() for _ in sessions]
+        if before is not None and key is not None:
+            keys[0] = key
+        for session, each in zip(sessions, keys, strict=True):
+            session.key = digest(each.encode())
         ledger = self._ledgers[run]
         since = ledger.mark
         ledger.opened(*map(_created, sessions))
@@ -250,7 +327,8 @@ class Sessions:
                 member=None if group is None else member,
             )
             _check(known.session)
-            made.append(Session(known, None, wanted.order, group))
+            failed_reward = self._failed_reward if wanted.failed_reward is None else wanted.failed_reward
+            made.append(Session(known, None, wanted.order, group, failed_reward=failed_reward))
         return made
 
     def _ordinal(self, run: str, identities: list[str], group: str | None) -> int:
@@ -271,6 +349,9 @@ class Sessions:
         known, group = session.known, session.group
         self._sessions[session.place] = session
         if session.key is not None:
+            before = self._by_key.get(session.key)
+            if before is not None:
+                before.key = None
             self._by_key[session.key] = session
         ordinal = self._ordinals.get((known.run, known.identity), 0)
         self._ordinals[known.run, known.identity] = max(ordinal, known.ordinal + 1)
@@ -302,6 +383,8 @@ class Sessions:
 
     def _close(self, session: Session, why: str | None) -> None:
         session.state, session.why = "ended" if why is None else "failed", why
+        if why is not None and session.reward is None and session.failed_reward is not None:
+            session.add(None, session.failed_reward)
         self._idle.pop(session, None)
         self._ended[session] = None
         if session.group is not None:
@@ -318,15 +401,32 @@ class Sessions:
         if group is not None and not any(member.place in self._sessions for member in group.members):
             del self._groups[group.run, group.id]
 
-    def enter(self, session: Session) -> None:
-        """A request of a session has its index."""
+    def reward(self, session: Session, interaction: Interaction, reward: float) -> None:
+        """Give a request its reward; one that it had before counts no more. Raises `Gone`, `LedgerFault`."""
+        if session.state != "open":
+            raise Gone(f"Session {session.known.session} has ended and takes no rewards.", code="session_ended")
+        self._ledgers[session.known.run].opened(_rewarded(session, interaction, reward))
+        session.add(interaction.reward, reward)
+        interaction.reward = reward
+        if not session.open:
+            self._touch(session)
+
+    def enter(self, session: Session, interaction: Interaction | None = None) -> Interaction | None:
+        """A request of a session has its index; what is remembered of it, if it samples."""
         session.open += 1
         self._idle.pop(session, None)
+        return None if interaction is None else session.asked(interaction)
 
-    def leave(self, session: Session, trouble: str | None) -> None:
-        """A request of a session has ended. `trouble`: why it was not delivered; None: it was."""
+    def leave(
+        self, session: Session, trouble: str | None, interaction: Interaction | None = None, answer: str | None = None
+    ) -> None:
+        """A request of a session has ended. `trouble`: why it was not delivered; None: it was. `answer`: its id."""
         session.open -= 1
         session.trouble = trouble
+        if interaction is not None and trouble is None:
+            session.answered(interaction, answer)
+        elif interaction is not None:
+            session.dropped(interaction)
         if not session.open and session.state == "open":
             self._touch(session)
 
@@ -357,13 +457,20 @@ class Sessions:
     def restoring(self, run: str, records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Pass the records of a run on, and note those of its sessions for `serve`."""
         created, ended = self._noted[run] = {}, {}
+        holders: dict[bytes | None, Session] = {}
         for record in records:
-            if record.get("event") == "session":
+            event, name = record.get("event"), record.get("session")
+            if event == "session":
                 session = _restored(run, record)
                 created.pop(session.known.session, None)
                 created[session.known.session] = session
-            elif record.get("event") == "session_ended":
+                if session.key in holders:
+                    holders[session.key].key = None
+                holders[session.key] = session
+            elif event == "session_ended":
                 ended[record["session"]] = record["why"]
+            elif name in created:
+                _again(created[name], record)
             yield record
 
     def serve(self, run: str, ledger: Ledger) -> None:
@@ -406,13 +513,54 @@ def _created(session: Session) -> dict[str, Any]:
         "group_identity": None if group is None else group.identity,
         "group_size": None if group is None else group.size,
         "member": known.member,
+        "failed_reward": session.failed_reward,
         "key_digest": session.key.hex(),
     }
 
 
 def _ended(session: Session, why: str | None) -> dict[str, Any]:
     run, name = session.place
-    return {"event": "session_ended", "run": run, "session": name, "state": "failed" if why else "ended", "why": why}
+    reward = session.reward
+    return {
+        "event": "session_ended",
+        "run": run,
+        "session": name,
+        "state": "ended" if why is None else "failed",
+        "why": why,
+        "session_reward": session.failed_reward if why is not None and reward is None else reward,
+    }
+
+
+def _rewarded(session: Session, interaction: Interaction, reward: float) -> dict[str, Any]:
+    run, name = session.place
+    return {
+        "event": "reward",
+        "run": run,
+        "session": name,
+        "identity": interaction.identity,
+        "index": interaction.index,
+        "reward": reward,
+        "before": interaction.reward,
+        "session_reward": float(session.with_reward(interaction.reward, reward)),
+    }
+
+
+def _again(session: Session, record: dict[str, Any]) -> None:
+    """Let a session know of a request, or of a reward, what it knew when this was recorded."""
+    event = record.get("event")
+    if event == "opened" and record.get("kind") == "sample":
+        session.asked(Interaction(record["identity"], record["index"], record["request_id"]))
+        return
+    interaction = session.remembered(record.get("identity"), record.get("index"))
+    if event == "reward":
+        session.add(record["before"], record["reward"])
+        if interaction is not None:
+            interaction.reward = record["reward"]
+    elif event == "closed" and record.get("outcome") == "delivered":
+        if interaction is not None:
+            session.answered(interaction, record.get("answer_id"))
+    elif event == "closed" and interaction is not None:
+        session.dropped(interaction)
 
 
 def _restored(run: str, record: dict[str, Any]) -> Session:
@@ -430,7 +578,13 @@ def _restored(run: str, record: dict[str, Any]) -> Session:
     group = None
     if record["group"] is not None:
         group = Group(run, record["group"], record["group_identity"], record["group_size"])
-    return Session(known, bytes.fromhex(record["key_digest"]), record["submission"], group)
+    return Session(
+        known,
+        bytes.fromhex(record["key_digest"]),
+        record["submission"],
+        group,
+        failed_reward=record.get("failed_reward"),
+    )
 
 
 def _whole(sessions: Iterable[Session]) -> Iterator[Session]:

@@ -6,7 +6,7 @@ may create one.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote, unquote_to_bytes
 
 from fastapi import APIRouter, Request, Response
@@ -31,12 +31,17 @@ def _readable(text: str) -> str:
         raise ValueError(fault.message) from None
 
 
+Identity = Annotated[str, AfterValidator(_readable)]
+Reward = Annotated[float, Field(allow_inf_nan=False)]
+Shape = TypeVar("Shape", bound=BaseModel)
+
+
 class Creation(BaseModel):
     """What a session, or a group of them, shall be."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    identity: Annotated[str, AfterValidator(_readable)] = Field(
+    identity: Identity = Field(
         description="The logical name, which seeds follow from: 1 to 256 bytes of UTF-8 without control characters."
     )
     group_size: int | None = Field(None, ge=1, description="Create so many sessions, the members of one group.")
@@ -44,6 +49,7 @@ class Creation(BaseModel):
     run: str | None = Field(None, description="Default: the header X-Detgate-Run, else the gateway's own run.")
     seed: int | None = Field(None, ge=0, lt=2**63, description="A master seed of its own.")
     order: int | None = Field(None, ge=-(2**63), lt=2**63, description="Its place in the order of submission.")
+    failed_reward: Reward | None = Field(None, description="Its reward if it fails without one. Default: the setting.")
 
 
 LARGEST = 65536
@@ -52,7 +58,7 @@ LARGEST = 65536
 _BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": Creation.model_json_schema()}}}}
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """A request for a session that there may be."""
 
     run: Run
@@ -63,8 +69,7 @@ class _Asked(NamedTuple):
 def build(settings: Settings, runs: Runs, sessions: Sessions, store: Store) -> APIRouter:
     """The routes. Those that name a session or group may have `/runs/{run}` before them."""
     router = APIRouter()
-    desk = _Desk(settings, runs, sessions, store)
-
+    desk = Desk(settings, runs, sessions, store)
     router.post("/sessions", status_code=201, summary="Create a session, or a group of sessions", openapi_extra=_BODY)(
         desk.create
     )
@@ -81,7 +86,7 @@ def build(settings: Settings, runs: Runs, sessions: Sessions, store: Store) -> A
     return router
 
 
-class _Desk:
+class Desk:
     """Answers what is asked of sessions and groups."""
 
     def __init__(self, settings: Settings, runs: Runs, sessions: Sessions, store: Store) -> None:
@@ -96,10 +101,18 @@ class _Desk:
         key = given(dict(request.headers.raw))
         if not self._admin.holds(key):
             self._sessions.visitor(key)
-        wanted = await _wanted(request)
-        run = self._run(_named(request).run if wanted.run is None else identity.run_name(wanted.run.encode(), "run"))
+        wanted = await read(request, Creation)
+        run = self.run(named(request).run if wanted.run is None else identity.run_name(wanted.run.encode(), "run"))
         made, keys = self._sessions.create(
-            run.name, Wanted(wanted.identity, wanted.group_size, wanted.index_order, wanted.seed, wanted.order)
+            run.name,
+            Wanted(
+                wanted.identity,
+                wanted.group_size,
+                wanted.index_order,
+                wanted.seed,
+                wanted.order,
+                wanted.failed_reward,
+            ),
         )
         told = [
             {
@@ -118,21 +131,21 @@ class _Desk:
 
     async def state(self, request: Request) -> dict[str, Any]:
         """How a session stands."""
-        asked = self._session(request)
+        asked = self.session(request)
         if asked.session is None:
             return await self._uncreated(asked)
         return self._shown(asked.session)
 
     async def requests(self, request: Request) -> Response:
         """What a session asked for, and what came of it."""
-        asked = self._session(request)
+        asked = self.session(request)
         folder, _ = self._runs.reading(asked.run.name)
         since = None if asked.session is None else asked.session.since
         return exports.whole(await exports.of_session(folder, asked.name, since))
 
     async def end(self, request: Request, failed: str | None = None) -> dict[str, Any]:
         """Let a session take no more requests; `failed` says why its work is worth nothing."""
-        asked = self._session(request)
+        asked = self.session(request)
         if asked.session is None:
             return self._shown(self._sessions.end_unknown(asked.run.name, asked.name, failed or None))
         self._sessions.end(asked.session, failed or None)
@@ -150,43 +163,43 @@ class _Desk:
         return self._together(group)
 
     # --- who asks for what
-    def _session(self, request: Request) -> _Asked:
+    def session(self, request: Request) -> Asked:
         """The session that is asked for, if the key opens it.
 
         Raises `NotFound`, `Unauthorized`, `Forbidden`. Whether there is a session is told to those alone who may know.
         """
-        visitor, names = self._visitor(request)
+        visitor, names = self.visitor(request)
         if visitor.holder is None:
             self._admin.check(given(dict(request.headers.raw)))
         session = self._sessions.read(visitor, names, self._runs.own.name)
         name = names.session or ""
-        run = self._run(session.known.run if session is not None else names.run, known=True)
+        run = self.run(session.known.run if session is not None else names.run, known=True)
         if session is None:
             session = self._sessions.read(visitor, names, run.name)
         if session is None and not self._store.knows(run.name, name):
             raise NotFound(f"Run {run.name} has no session {name}.", code="session_not_found")
-        return _Asked(run, name, session)
+        return Asked(run, name if session is None else session.known.session, session)
 
     def _group(self, request: Request) -> Group:
-        visitor, names = self._visitor(request)
+        visitor, names = self.visitor(request)
         if visitor.holder is not None:
             raise NotFound("This key opens a session, and no group.", code="group_not_found")
         self._admin.check(given(dict(request.headers.raw)))
-        run = self._run(names.run, known=True)
+        run = self.run(names.run, known=True)
         name = identity.text(unquote_to_bytes(request.path_params["group_id"]), "group id")
         group = self._sessions.group(run.name, name)
         if group is None:
             raise NotFound(f"Run {run.name} has no group {name}.", code="group_not_found")
         return group
 
-    def _visitor(self, request: Request) -> tuple[Visitor, Named]:
-        names = _named(request)
+    def visitor(self, request: Request) -> tuple[Visitor, Named]:
+        names = named(request)
         key = given(dict(request.headers.raw))
         if names.run is not None and key.startswith(PREFIX):
             self._runs.revive(names.run)
         return Visitor() if self._admin.holds(key) else self._sessions.visitor(key), names
 
-    def _run(self, name: str | None, *, known: bool = False) -> Run:
+    def run(self, name: str | None, *, known: bool = False) -> Run:
         """The run of this name, or the gateway's own. `known`: one that is there already."""
         if name is None:
             name = self._runs.own.name
@@ -214,9 +227,10 @@ class _Desk:
             "index_order": known.order or self._default_order,
             "seed": known.seed,
             "order": session.order,
+            "reward": session.reward,
         }
 
-    async def _uncreated(self, asked: _Asked) -> dict[str, Any]:
+    async def _uncreated(self, asked: Asked) -> dict[str, Any]:
         """A session that nobody created: what the ledger tells of it."""
         folder, _ = self._runs.reading(asked.run.name)
         found = await exports.of_session(folder, asked.name, None)
@@ -241,7 +255,7 @@ class _Desk:
         }
 
 
-async def _wanted(request: Request) -> Creation:
+async def read(request: Request, shape: type[Shape]) -> Shape:
     """The body, whatever its content type. Raises `TooLarge`, and `RequestValidationError` for what is wrong in it."""
     body = b""
     async for chunk in request.stream():
@@ -249,13 +263,13 @@ async def _wanted(request: Request) -> Creation:
         if len(body) > LARGEST:
             raise TooLarge(f"The body is larger than {LARGEST} bytes.")
     try:
-        return Creation.model_validate_json(body)
+        return shape.model_validate_json(body)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in found]) from None
 
 
-def _named(request: Request) -> Named:
+def named(request: Request) -> Named:
     """Run and session as the data plane would read them: from the path, the run from X-Detgate-Run too."""
     params = request.path_params
     location = Location(request.url.path, params.get("run"), params.get("session_id"))

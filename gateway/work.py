@@ -13,7 +13,7 @@ from gateway.core.types import Api, Handling, Request
 from gateway.fleet import Pool
 from gateway.runs import Run
 from gateway.sending import Job
-from gateway.sessions import Session
+from gateway.sessions import Interaction, Session
 from gateway.stores import ScopeKey
 
 
@@ -47,6 +47,8 @@ class Work:
     scope: ScopeKey | None = None
     session: Session | None = None
     """The session that counts this request among its open ones."""
+    interaction: Interaction | None = None
+    """What that session remembers of it."""
     ask: Ask | None = None
     raced: bool = False
     """Another request raced with this one, as far as is known yet."""

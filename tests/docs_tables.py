@@ -65,6 +65,7 @@ _SHOWN: tuple[tuple[Any, str], ...] = (
     (schema.Url, "URL"),
     (schema.Keys, "secrets"),
     (schema.State, "`memory` or a URL"),
+    (float, "number"),
     (bool, "`true`, `false`"),
     (str, "text"),
     (Path, "folder"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -597,6 +598,52 @@ async def test_a_run_that_is_live_is_read_up_to_its_frontier_in_the_order_of_sub
         assert (await more(None))[0] == [*names, "unordered"]
         outcomes = [each["outcome"] for each in lines(await gate.http.get(f"/admin/runs/{gate.gateway.run}/requests"))]
         assert outcomes == ["delivered", "delivered", "delivered", "delivered", "failed", "delivered", "delivered"]
+
+
+async def test_of_many_submitted_and_few_waited_for_the_records_are_the_same_whatever_ended_first() -> None:
+    """Some are answered, some rejected, some time out, some clients leave; the order in which they do is drawn."""
+    texts = {f"17:{n}": ("good", "rejected", "mute", "left", "good", "broken")[n % 6] for n in range(18)}
+    told = []
+    for seed in range(2):
+        order = random.Random(seed).sample(list(texts), len(texts))
+        turns = {name: asyncio.Event() for name in texts}
+
+        async def script(seen: Seen, reply: Reply, turns: dict[str, asyncio.Event] = turns) -> None:
+            name, text = seen.json["messages"][0]["content"].split(" ")
+            await turns[name].wait()
+            if text == "rejected":
+                reply.json({"error": {"message": "too long"}}, 400)
+            elif text == "broken":
+                reply.reset()
+            elif text == "good":
+                reply.json(completion())
+            else:
+                await reply.gone()
+
+        settings: dict[str, Any] = {"timeouts": {"first_byte": 2.0}, "limits": {"attempts": 1}}
+        async with FakeWorker(script) as worker, gateway(pool("policy", worker.url), **settings) as gate:
+            keys = {name: (await create(gate, name))["api_key"] for name in order}
+            many = {name: asyncio.create_task(ask(gate, keys[name], f"{name} {texts[name]}")) for name in texts}
+            await gate.until(lambda: worker.running == len(texts))
+            for name in reversed(order):
+                turns[name].set()
+                if texts[name] == "left":
+                    many[name].cancel()
+            few = [name for name in order if texts[name] == "good"][:2]
+            await asyncio.gather(*(many[name] for name in few))
+            await asyncio.wait(many.values())
+            await gate.until(lambda: not gate.gateway.pipeline._serving)
+            run = lines(await gate.http.get(f"/admin/runs/{gate.gateway.run}/requests"))
+            assert [each["session"] for each in run] == order
+            found = {each["session"]: (each["index"], each["seed"], each["outcome"], each["error"]) for each in run}
+            for name in order:
+                [own] = lines(await gate.http.get(f"/sessions/{name}/requests"))
+                assert (own["index"], own["seed"], own["outcome"], own["error"]) == found[name]
+            told.append([found[name] for name in texts])
+    assert told[0] == told[1]
+    outcomes = [outcome for _, _, outcome, _ in told[0]]
+    assert outcomes == ["delivered", "delivered", "failed", "abandoned", "delivered", "failed"] * 3
+    assert {told[0][number][3] for number in (2, 8, 14)} == {"upstream_timeout"}
 
 
 async def test_a_run_that_has_ended_is_read_in_canonical_order(tmp_path: Path) -> None:

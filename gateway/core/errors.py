@@ -103,6 +103,13 @@ class Busy(Fault):
         super().__init__(message, code=code, retry_after=retry_after)
 
 
+class TooMany(Busy):
+    """The same where the API at hand has a status of its own for it."""
+
+    status = 429
+    type = "rate_limit_error"
+
+
 class StoreFault(Busy):
     """The shared state did not answer; nothing was claimed that could be handed out again."""
 

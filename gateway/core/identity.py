@@ -22,6 +22,10 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _DIGITS = re.compile(r"[0-9]{1,10}")
 
 
+_SHORT = {"/chat/completions": "/v1/chat/completions", "/responses": "/v1/responses"}
+"""Routes as clients write them whose base URL ends before `/v1`."""
+
+
 class Location(NamedTuple):
     """A request path taken apart: the carriers in front, as they stand there, and the route behind them."""
 
@@ -77,15 +81,15 @@ class Caller(NamedTuple):
 
 
 def locate(path: str) -> Location:
-    """Split the carriers of run and session from the route; repeated slashes are one."""
+    """Split the carriers of run and session from the route; repeated slashes are one, and short routes are whole."""
     if "//" in path:
         path = re.sub("/{2,}", "/", path)
     if not path.startswith(("/runs/", "/sessions/")):
-        return Location(path)
+        return Location(_SHORT.get(path, path))
     match = _PREFIX.fullmatch(path)
     if match is None:
         return Location(path)
-    return Location(match["route"], match["run"], match["session"])
+    return Location(_SHORT.get(match["route"], match["route"]), match["run"], match["session"])
 
 
 def named(location: Location, headers: dict[bytes, bytes]) -> Named:

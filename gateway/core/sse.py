@@ -53,6 +53,8 @@ class Observed(NamedTuple):
     weight_version: str | None = None
     """Where the engine tells it; the versions in order, parted by commas, where the weights changed on the
     way."""
+    id: str | None = None
+    """The answer's own id, as the client sees it."""
 
 
 class Splitter:
@@ -122,6 +124,7 @@ class Observer:
         "_choices",
         "_content",
         "_error",
+        "_id",
         "_kind",
         "_said",
         "_splitter",
@@ -146,6 +149,7 @@ class Observer:
         self._blind = False
         self._content: str | None = None
         self._weights: str | None = None
+        self._id: str | None = None
 
     def feed(self, chunk: bytes) -> None:
         """Read what came. Never raises: what cannot be read makes the content digest None."""
@@ -177,6 +181,7 @@ class Observer:
             ended=ended and self._error is None,
             content=self._digest(),
             weight_version=self._weights,
+            id=self._id,
         )
 
     def whole(self, body: bytes, value: Any) -> Observed:
@@ -206,6 +211,8 @@ class Observer:
                 self._blind = True
             return
         try:
+            if self._id is None:
+                self._id = _id_of(event)
             choices = event.get("choices")
             if choices is None:
                 self._named(event)
@@ -242,6 +249,8 @@ class Observer:
                 self._weigh(choice)
 
     def _answer(self, answer: dict[str, Any], index: int) -> None:
+        if self._id is None:
+            self._id = _id_of(answer)
         choices = answer.get("choices")
         if choices is None:
             self._named(answer, index)
@@ -405,7 +414,7 @@ def _plain(value: Any) -> Observed | None:
     digest = blake2b(text.encode(), digest_size=16).digest()
     total = blake2b(b"0\n7:content%b=%b\n" % (digest, finish.encode()), digest_size=16).hexdigest()
     aborted = finish == "abort" or finish == "cancelled"
-    return Observed((finish,), usage or None, None, aborted, True, True, total)
+    return Observed((finish,), usage or None, None, aborted, True, True, total, None, _id_of(value))
 
 
 class _Said:
@@ -490,6 +499,13 @@ def _numbered(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not calls:
         return message
     return {**message, "tool_calls": [{**call, "index": place} for place, call in enumerate(calls)]}
+
+
+def _id_of(event: dict[str, Any]) -> str | None:
+    """The id of an answer, or of that which an event is of."""
+    holder = event.get("message") or event.get("response") or event.get("meta_info") or event
+    found = holder.get("id") if isinstance(holder, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _words(error: Any) -> str:

@@ -1,8 +1,9 @@
 """The requests of a run as its ledger tells of them: each once, in an order that does not depend on when it ended.
 
 A request has an *opened* record for each time that its index was claimed, and a *closed* one for each claim that is
-over. They become one object: the last claim, and how it ended; of several ends the delivered one. While the ledger is
-read only where each record stands is kept, some 600 bytes a request.
+over. They become one object: the last claim, and how it ended; of several ends the delivered one; and the last reward
+that it was given, with that of its session. While the ledger is read only where each record stands is kept, some 600
+bytes a request.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Entry:
     claims: int = 1
     open: int = 1
     """Claims that are not over."""
+    reward: float | None = None
 
 
 class Requests:
@@ -66,6 +68,8 @@ class Requests:
         """Session → how many were seen before it."""
         self._order: dict[str, int | None] = {}
         """Session → the place that it was given in the order of submission."""
+        self._rewards: dict[str, float | None] = {}
+        """Session → the sum of its rewards."""
         self._names: dict[str, str] = {}
         wanted = None if session is None else b'"session":' + orjson.dumps(session) + b","
         for number, file in enumerate(self._files):
@@ -92,6 +96,15 @@ class Requests:
         found = [key for key in self._entries if frontier is None or self._submitted(key.session) < frontier]
         return _sorted(found, self._by_submission)
 
+    def find(self, name: str) -> dict[str, Any] | None:
+        """The merged object of a delivered request, by its own id or its answer's; None: there is none."""
+        for lines in self.lines(self._entries):
+            for line in lines.splitlines():
+                merged: dict[str, Any] = orjson.loads(line)
+                if merged["outcome"] == "delivered" and name in (merged["request_id"], merged["answer_id"]):
+                    return merged
+        return None
+
     def after(self, keys: Sequence[Key], last: Key, *, live: bool) -> Sequence[Key]:
         """What follows `last` in `keys`, whose order is that of `submitted` if `live`, else `canonical`.
 
@@ -107,7 +120,7 @@ class Requests:
             segments = [stack.enter_context(file.open("rb")).fileno() for file in self._files]
             held = bytearray()
             for key in keys:
-                held += orjson.dumps(self._merged(segments, self._entries[key]), option=orjson.OPT_APPEND_NEWLINE)
+                held += orjson.dumps(self._merged(segments, key), option=orjson.OPT_APPEND_NEWLINE)
                 if len(held) >= BLOCK:
                     yield bytes(held)
                     held.clear()
@@ -144,6 +157,10 @@ class Requests:
                 self._opened(self._key(session, identity, index), record, span)
             case {"event": "closed", "session": str(session), "identity": str(identity), "index": int(index)}:
                 self._closed(self._key(session, identity, index), record, span)
+            case {"event": "reward", "session": str(session), "identity": str(identity), "index": int(index)}:
+                self._rewarded(self._key(session, identity, index), record)
+            case {"event": "session_ended", "session": str(session), "session_reward": reward}:
+                self._rewards[session] = reward
 
     def _key(self, session: str, identity: str, index: int) -> Key:
         return Key(self._names.setdefault(session, session), self._names.setdefault(identity, identity), index)
@@ -169,12 +186,19 @@ class Requests:
         if delivered or not entry.delivered:
             entry.closed, entry.delivered = span, delivered
 
-    def _merged(self, segments: list[int], entry: Entry) -> dict[str, Any]:
+    def _rewarded(self, key: Key, record: dict[str, Any]) -> None:
+        self._rewards[key.session] = record["session_reward"]
+        if key in self._entries:
+            self._entries[key].reward = record["reward"]
+
+    def _merged(self, segments: list[int], key: Key) -> dict[str, Any]:
+        entry = self._entries[key]
         opened = _at(segments, entry.opened)
         over = entry.closed is not None and (entry.delivered or not entry.open)
         closed = _at(segments, entry.closed) if entry.closed is not None and over else _UNKNOWN
         flags = list(dict.fromkeys(opened.get("flags", []) + closed.get("flags", [])))
         merged = {**opened, **closed, "flags": flags, "claims": entry.claims}
+        merged |= {"reward": entry.reward, "session_reward": self._rewards.get(key.session)}
         del merged["event"]
         return merged
 

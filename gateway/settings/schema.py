@@ -147,6 +147,11 @@ class Sessions(Section):
     idle_seconds: Seconds = Field(
         86400.0, description="Seconds without a request after which a session made by `POST /sessions` ends."
     )
+    failed_reward: float | None = Field(
+        None,
+        allow_inf_nan=False,
+        description="Reward of a created session that fails before it was given one; null: none.",
+    )
     allow_random: bool = Field(
         False,
         description="Serve a session id that holds a UUID or ULID and comes without an identity in"

@@ -56,7 +56,7 @@ def test_opened_and_closed_become_one_object_across_segments(tmp_path: Path) -> 
     [request] = read(found, found.canonical())
     assert request == {
         "session": "s", "identity": "s", "ordinal": 0, "index": 0, "seed": 5, "outcome": "delivered", "status": 200,
-        "flags": ["racing", "unverified"], "claims": 1,
+        "flags": ["racing", "unverified"], "claims": 1, "reward": None, "session_reward": None,
     }  # fmt: skip
 
 
@@ -83,6 +83,25 @@ def test_what_a_request_was_is_what_its_last_claim_says(tmp_path: Path) -> None:
     records = [opened("s", 0, digest="a"), closed("s", 0, "failed"), opened("s", 0, digest="b"), closed("s", 0)]
     found = Requests(write(tmp_path, records))
     assert [each["digest"] for each in read(found, found.canonical())] == ["b"]
+
+
+def test_rewards_are_the_last_that_were_given(tmp_path: Path) -> None:
+    def reward(index: int, reward: float, total: float) -> dict[str, Any]:
+        given = {"event": "reward", "session": "s", "identity": "s", "index": index}
+        return {**given, "reward": reward, "before": None, "session_reward": total}
+
+    ended = {"event": "session_ended", "session": "t", "session_reward": -1}
+    records = [opened("s", 0), closed("s", 0), reward(0, 1, 1), opened("s", 1), reward(0, 2, 2), reward(7, 1, 3)]
+    found = Requests(write(tmp_path, records, [opened("t", 0), ended]))
+    told = [(each["reward"], each["session_reward"]) for each in read(found, found.canonical())]
+    assert told == [(2, 3), (None, 3), (None, -1)]
+
+
+def test_a_delivered_request_is_found_by_its_id_or_its_answers(tmp_path: Path) -> None:
+    records = [opened("s", 0, request_id="s:0"), closed("s", 0, answer_id="x")]
+    records += [opened("s", 1, request_id="s:1"), closed("s", 1, "failed", answer_id="y"), opened("t", 0)]
+    found = Requests(write(tmp_path, records))
+    assert [(found.find(name) or {}).get("index") for name in ("s:0", "x", "s:1", "y", "z")] == [0, 0, None, None, None]
 
 
 def test_what_cannot_be_read_is_passed_over(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         "workers": 1,
         "insecure": False,
         "ledger": {"path": "ledger", "bodies": False},
-        "sessions": {"required": False, "idle_seconds": 86400, "allow_random": False},
+        "sessions": {"required": False, "idle_seconds": 86400, "failed_reward": None, "allow_random": False},
         "routing": {"key": "request", "slack": 0, "on_home_down": "next", "retry_sent": True},
         "limits": {
             "body_bytes": 67108864,
