@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gateway.core.errors import Busy
+from gateway.core.strangers import Tally
 
 Rank = tuple[int, int, tuple[object, ...], int]
 """Priority, index, identity, sample: what a round is sorted by."""
@@ -32,6 +33,9 @@ class Place:
         if self.turn is not None and not self.turn.done():
             self.turn.set_result(None)
 
+
+Heir = Callable[["Lane", Place, str], None]
+"""Gives a place of a gateway that has gone back, when the replica has let go of what was sent there."""
 
 NO_PLACE = Place((0, 0, (), 0))
 """Of who is in no lane."""
@@ -114,11 +118,12 @@ class Lanes:
         self.scope = scope if limit is not None else "none"
         self.episodes = episodes
         """The members of a group go one after the other, each when those before it have ended."""
+        self.heir: Heir | None = None
         self.held = 0
         """Requests that wait for that, in no lane yet."""
-        self._pool = pool
-        self._limit = limit or 0
-        self._queue = queue
+        self.pool = pool
+        self.limit = limit
+        self.queue = queue
         self._lanes: dict[str, Lane] = {}
 
     @property
@@ -129,7 +134,7 @@ class Lanes:
     @property
     def exclusive(self) -> bool:
         """One request in an engine at a time."""
-        return self.apart and self._limit == 1
+        return self.apart and self.limit == 1
 
     @property
     def waiting(self) -> int:
@@ -138,10 +143,27 @@ class Lanes:
     def __len__(self) -> int:
         return len(self._lanes)
 
+    async def reserve(self, places: Iterable[Place]) -> None:
+        """Take the places of several calls of one request, all or none. Raises `Busy`.
+
+        Where all lanes are in this process that was done when they were joined.
+        """
+
+    def leaving(self, lane: Lane, place: Place) -> None:
+        """A place is kept although its request was given up, until the engine has let go of it."""
+
+    async def inside(self, lane: Lane, place: Place, own: int) -> int:
+        """How many other requests the engine may have; `own`: how many of this gateway are in it."""
+        return own
+
+    async def tally(self, replica: str) -> Tally | None:
+        """What all gateways have done with a replica; None where there is no other, or no lane that tells."""
+        return None
+
     @contextmanager
     def holding(self) -> Iterator[None]:
         """Around a wait for the members before one. Raises `Busy` where too many wait for that already."""
-        if self.held >= self._queue:
+        if self.held >= self.queue:
             raise Busy(
                 f"{self.held} requests wait for other members of their groups already. "
                 "Ask again later, or raise limits.queue.",
@@ -157,11 +179,15 @@ class Lanes:
         """The lane of a request to `replica` from a session in a group; None where nothing is bounded."""
         if self.scope == "none":
             return None
-        name = {"pool": self._pool, "replica": replica, "session": session, "group": group}[self.scope]
+        name = self.name(replica, session, group)
         lane = self._lanes.get(name)
         if lane is None:
-            lane = self._lanes[name] = Lane(name, self._limit, self._queue)
+            lane = self._lanes[name] = Lane(name, self.limit or 0, self.queue)
         return lane
+
+    def name(self, replica: str, session: str, group: str = "") -> str:
+        """What a lane is called."""
+        return {"pool": self.pool, "replica": replica, "session": session, "group": group}[self.scope]
 
     def leave(self, lane: Lane, place: Place) -> None:
         """Give a place up, and forget a lane that nobody uses."""

@@ -10,17 +10,18 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from gateway.core import ids
 from gateway.core.digits import natural
 from gateway.core.document import Set
-from gateway.core.errors import Aborted, Busy, UpstreamFault, UpstreamTimeout
+from gateway.core.errors import Aborted, Busy, StoreFault, UpstreamFault, UpstreamTimeout
 from gateway.core.fields import is_stream
 from gateway.core.plan import seed_edits
 from gateway.core.types import Call, Handling
 from gateway.fleet import Fleet, Pool, Replica
-from gateway.lanes import NO_PLACE, Lane
+from gateway.lanes import NO_PLACE, Lane, Place
 from gateway.settings import Settings
 from gateway.tasks import start
 from gateway.telemetry import Telemetry
@@ -75,8 +76,12 @@ class Job:
     loads: Mapping[str, int] | None = None
     """What the last choice was made among, where it depends on loads."""
     attempts: int = 0
+    candidates: list[str] = field(default_factory=list)
+    """What the last choice was made among, the best first."""
     replicas: list[str] = field(default_factory=list)
     """Replica of each attempt, in order."""
+    ended: list[tuple[str, Outcome]] = field(default_factory=list)
+    """Replica of each sending that got an answer or was given up, and how it went."""
     lane_wait: float = 0.0
     sent_at: float = 0.0
 
@@ -171,24 +176,47 @@ class Dispatcher:
         self._attempts = settings.limits.attempts
         self._home_seconds = settings.timeouts.home
         self._lane_seconds = settings.timeouts.lane
+        for pool in fleet:
+            pool.lanes.heir = partial(self.inherit, pool)
 
     def forget(self, sending: Sending) -> None:
         """A sending occupies its replica no more."""
         sending.replica.load -= 1
         if sending.sent is not None and sending.computes:
             sending.replica.leave(complete=sending.sent.complete)
+            if sending.replica.preempted_at > sending.sent.sent_at and "preempted" not in sending.job.flags:
+                sending.job.flags.append("preempted")
         self.live.pop(sending.engine_id, None)
 
     async def vacate(self, sending: Sending, lane: Lane) -> None:
         """Give a place back that was given up in mid-answer: when nothing of the request is left in the engine."""
+        lanes = sending.job.pool.lanes
+        lanes.leaving(lane, sending.place)
         sure = False
         try:
             await self._let_end(sending)
-            sure = sending.exchange.complete or await self._left(sending)
+            sure = sending.exchange.complete or await self._left(sending, lane)
         finally:
             if not sure:
                 lane.doubt = sending.replica.name
-            sending.job.pool.lanes.leave(lane, sending.place)
+            lanes.leave(lane, sending.place)
+
+    def inherit(self, pool: Pool, lane: Lane, place: Place, name: str) -> None:
+        """Give the place of a gateway that has gone back, when its request has left the engine."""
+        start(self._inherit(pool, lane, place, name), "lane")
+
+    async def _inherit(self, pool: Pool, lane: Lane, place: Place, name: str) -> None:
+        replica = pool.replicas.get(name)
+        sure = False
+        try:
+            async with asyncio.timeout(LEAVE_SECONDS):
+                sure = replica is None or await self._let_go(pool, replica, lane, place)
+        except TimeoutError:
+            pass
+        finally:
+            if not sure:
+                lane.doubt = name
+            pool.lanes.leave(lane, place)
 
     async def _let_end(self, sending: Sending) -> None:
         """Abort. But a reward engine may finish first, since an abort could change what shares its next batch."""
@@ -204,22 +232,29 @@ class Dispatcher:
             finally:
                 self.forget(sending)
 
-    async def _left(self, sending: Sending) -> bool:
-        """Wait, for a bounded time, until the engine has no more requests than were sent to it and have not ended."""
+    async def _left(self, sending: Sending, lane: Lane) -> bool:
+        """Wait, for a bounded time, until an engine has let go of a request."""
         pool, replica = sending.job.pool, sending.replica
         replica.leaving += 1
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 await self.abort(sending)
-                while True:
-                    running = await self._running(pool, replica)
-                    if running is not None and running <= replica.inside:
-                        return True
-                    await asyncio.sleep(LOOK_SECONDS)
+                return await self._let_go(pool, replica, lane, sending.place)
         except TimeoutError:
             return False
         finally:
             replica.leaving -= 1
+
+    async def _let_go(self, pool: Pool, replica: Replica, lane: Lane, place: Place) -> bool:
+        """Wait until the engine has no more requests than were sent to it and have not ended. False: none can tell."""
+        while True:
+            running = await self._running(pool, replica)
+            try:
+                if running is not None and running <= await pool.lanes.inside(lane, place, replica.inside):
+                    return True
+            except StoreFault:
+                return False
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def _running(self, pool: Pool, replica: Replica) -> float | None:
         """How many requests the engine says are in it; None where it does not say. None are where nothing listens."""
@@ -270,6 +305,7 @@ class Dispatcher:
         try:
             for call in calls:
                 joined.append(await self._join(job, call, set()))
+            await job.pool.lanes.reserve([sending.place for sending in joined if sending.lane is not None])
         except BaseException:
             for sending in joined:
                 sending.end()
@@ -341,7 +377,8 @@ class Dispatcher:
             raise Busy(
                 f"No replica of pool {pool.name} is up. {pool.why_down()}", code="no_healthy_replica", retry_after=2
             )
-        replica = pool.choose(job.key, loads)
+        job.candidates = pool.ranked(job.key, loads)
+        replica = pool.replicas[job.candidates[0]]
         if not pool.stable:
             job.loads = loads
         if pool.stable and "home-down" not in job.flags and replica is not pool.home(job.key):
@@ -352,6 +389,7 @@ class Dispatcher:
         kept = job.pool.kept(job.session)
         job.sticky = kept is not None and kept.name not in avoid
         if kept is not None and job.sticky:
+            job.candidates = [kept.name]
             return kept
         replica = self._by_rule(job, avoid)
         if kept is None:
@@ -362,6 +400,7 @@ class Dispatcher:
         pool = job.pool
         home = pool.home(job.key)
         if home.up:
+            job.candidates = [home.name]
             return home
         if pool.routing.on_home_down == "wait":
             with suppress(TimeoutError):
@@ -369,6 +408,7 @@ class Dispatcher:
                     while not home.up:
                         await home.changed.wait()
                         home = pool.home(job.key)
+                job.candidates = [home.name]
                 return home
         raise Busy(
             f"Replica {home.name}, to which this request belongs, is down: {home.reason}. "
@@ -427,18 +467,18 @@ class Dispatcher:
                 return False
         if sending.unwanted:
             raise Aborted("The request was aborted by its id.")
-        if lane.doubt and await self._doubtful(job.pool, lane):
+        if lane.doubt and await self._doubtful(job.pool, lane, sending.place):
             job.flags.append("lane-uncertain")
         return True
 
-    async def _doubtful(self, pool: Pool, lane: Lane) -> bool:
+    async def _doubtful(self, pool: Pool, lane: Lane, place: Place) -> bool:
         """Whether the engine may still work on what left the lane before. One that does not say is doubted once."""
         replica = pool.replicas.get(lane.doubt)
         running = await self._running(pool, replica) if replica is not None else None
         if replica is None or running is None:
             lane.doubt = ""
             return True
-        if running <= replica.inside:
+        if running <= await pool.lanes.inside(lane, place, replica.inside):
             lane.doubt = ""
             return False
         return True
@@ -488,4 +528,5 @@ class Dispatcher:
             raise kind(f"Replica {replica.name} did not answer: {error.reason}.", retry_after=1)
 
     def _count(self, sending: Sending, outcome: Outcome) -> None:
+        sending.job.ended.append((sending.replica.name, outcome))
         self._telemetry.sendings.add(sending.job.pool.name, sending.replica.name, outcome)

@@ -8,9 +8,23 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 LATE_LOOKS = 3
 """Looks after which a server has let go of what was given up."""
+
+
+class Tally(NamedTuple):
+    """What all gateways together have done with one replica, by its lane."""
+
+    taken: int
+    """Places taken so far."""
+    dropped: int
+    """Of these, given up before the answer had ended."""
+    open: int
+    """Of these, in the lane now."""
+    leaving: int
+    """Given up, and in the lane until the engine has let go."""
 
 
 @dataclass(frozen=True, slots=True)
