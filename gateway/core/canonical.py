@@ -60,6 +60,10 @@ UNSAMPLED = frozenset(
     }
 )
 
+_CLIENTS_OWN = UNSAMPLED - {"stream", "stream_options"}
+_INVENTED = (b'call_id"', b'"tool_calls"', b'tool_use"', b'"previous_response_id"')
+"""What stands in a body beside ids that engines invent."""
+
 _TAG = framed(b"detgate-content-v1")
 _PLAIN_DIGITS = 30
 _DEEPEST = 32
@@ -87,6 +91,11 @@ def content(document: Document, route: str) -> str:
     digest = sha256(_tagged(route))
     digest.update(form(document))
     return digest.hexdigest()[:32]
+
+
+def varies(document: Document) -> bool:
+    """Whether the bytes may hold what is invented anew in each run, so that only the content tells two runs alike."""
+    return not _CLIENTS_OWN.isdisjoint(document.value) or any(mark in document.raw for mark in _INVENTED)
 
 
 def form(document: Document) -> bytes:

@@ -66,6 +66,13 @@ class Bodies:
         mine, theirs = asked(self._a.at(a.opened)), asked(self._b.at(b.opened))
         return [] if mine is None or theirs is None else prompts.spots(mine, theirs)
 
+    def same_but_seeds(self, a: Request, b: Request) -> bool | None:
+        """Whether nothing but seeds differs in what they ask; None where their bodies were not kept."""
+        mine, theirs = asked(self._a.at(a.opened)), asked(self._b.at(b.opened))
+        if mine is None or theirs is None:
+            return None
+        return all(spot.path in prompts.SEEDS for spot in prompts.spots(mine, theirs, len(prompts.SEEDS) + 1))
+
     def answers(self, a: Request, b: Request) -> list[prompts.Spot]:
         """Where the answers of two requests first differ; nothing where they were not kept."""
         if a.closed is None or b.closed is None:

@@ -40,7 +40,8 @@ CAUSES: dict[Cause, str] = {
 HARMLESS: frozenset[Cause] = frozenset({"other-replica", "other-engine", "other-retries"})
 """Causes that need not change what the client got."""
 
-Side = Literal["A", "B"]
+_GIVEN_UP = frozenset({None, "aborted"})
+"""How a sending ended that says nothing of its replica: not told, or given up by its client."""
 
 
 @dataclass(slots=True)
@@ -69,6 +70,8 @@ class Difference:
     """False: it follows from an earlier difference of its session."""
     also: tuple[str, ...] = ()
     """What else is not the same."""
+    unsure: bool = False
+    """It may ask something else too: nothing tells."""
     siblings: tuple[int, ...] = ()
     """With other-order: the indices of its session that changed places."""
 
@@ -122,7 +125,7 @@ def differing(a: Request, b: Request) -> list[Cause]:
         found.append("other-engine")
     if sent == "other-retries":
         found.append(sent)
-    if a.delivered != b.delivered and sent is None:
+    if a.delivered != b.delivered and sent != "other-retries":
         found.append("missing-request")
     elif not same_answer(a, b):
         found.append("other-answer")
@@ -141,7 +144,7 @@ def _sent_otherwise(a: Request, b: Request) -> Literal["other-replica", "other-r
     for mine, theirs in zip(a.attempts, b.attempts, strict=False):
         if mine.replica != theirs.replica:
             return "other-replica"
-        if None not in (mine.ended, theirs.ended) and mine.ended != theirs.ended:
+        if mine.ended != theirs.ended and _GIVEN_UP.isdisjoint((mine.ended, theirs.ended)):
             return "other-retries"
     return "other-retries" if len(a.attempts) != len(b.attempts) or a.claims != b.claims else None
 

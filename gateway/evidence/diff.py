@@ -385,8 +385,8 @@ class _Judge:
             if of_a is None and of_b is None and (a is None or b is None):
                 left_a += [a] if a is not None else []
                 left_b += [b] if b is not None else []
-            elif of_a is None and of_b is None:
-                yield Difference(a, b, "other-prompt", self._prompt(a, b))
+            elif a is not None and b is not None and of_a is None and of_b is None:
+                yield self._asks_else(a, b)
             elif (a is None or of_a is not None) and (b is None or of_b is not None):
                 yield self._changed_places(a, b, of_a, of_b)
             else:
@@ -421,7 +421,7 @@ class _Judge:
             pairs = [pair for ones in numbered for pair in zip(*ones, strict=False)]
         paired = {id(one) for pair in pairs for one in pair}
         for a, b in pairs:
-            yield Difference(a, b, "other-prompt", self._prompt(a, b))
+            yield self._asks_else(a, b)
         for one in left_a:
             if id(one) not in paired:
                 yield Difference(one, None, "missing-request", _missing("B", group.in_b))
@@ -429,9 +429,17 @@ class _Judge:
             if id(one) not in paired:
                 yield Difference(None, one, "missing-request", _missing("A", group.in_a))
 
-    def _prompt(self, a: Request | None, b: Request | None) -> str:
-        assert a is not None
-        assert b is not None
+    def _asks_else(self, a: Request, b: Request) -> Difference:
+        """Two requests that belong together and are not the same in what they ask. A client's seed is in its body."""
+        if a.seed != b.seed and "client" in (a.seed_source, b.seed_source):
+            alike = self._bodies.same_but_seeds(a, b)
+            if alike is not False:
+                detail = causes.explained("other-seed", a, b, self._runs)
+                also = tuple(cause for cause in causes.differing(a, b) if cause != "other-seed")
+                return Difference(a, b, "other-seed", detail, also=also, unsure=alike is None)
+        return Difference(a, b, "other-prompt", self._prompt(a, b), also=tuple(causes.differing(a, b)))
+
+    def _prompt(self, a: Request, b: Request) -> str:
         if a.route != b.route:
             return f"asked of {a.route} in A, of {b.route} in B"
         spots = self._bodies.spots(a, b)
@@ -493,7 +501,7 @@ def _spreads(difference: Difference) -> bool:
 
 def _follows(difference: Difference, earlier: list[Difference]) -> bool:
     """Whether it came about by an earlier one: it asks something else, and began when that had ended."""
-    asks_else = difference.cause in ("missing-request", "other-prompt", "other-order")
+    asks_else = difference.unsure or difference.cause in ("missing-request", "other-prompt", "other-order")
     goes_on = difference.cause == "other-answer" and difference.one.route == "/v1/responses"
     return (asks_else or goes_on) and any(_after(before, difference) for before in earlier)
 
@@ -508,8 +516,8 @@ def _after(before: Difference, difference: Difference) -> bool:
 
 
 def _began_after(first: Request, then: Request) -> bool:
-    if first.closed is None:
+    if first.ended is None:
         return False
-    if first.closed.segment == then.opened.segment:
-        return first.closed < then.opened or first.closed == first.opened
-    return then.opened > first.closed if "content" in (first.order, then.order) else then.index > first.index
+    if first.ended.segment == then.opened.segment:
+        return first.ended < then.opened or first.ended == first.opened
+    return then.opened > first.ended if "content" in (first.order, then.order) else then.index > first.index

@@ -14,6 +14,9 @@ from gateway.core.sse import Splitter, payload
 SHOWN = 60
 """Characters of a value that are shown."""
 
+SEEDS = frozenset({"seed", "sampling_seed", "sampling_params.seed", "sampling_params.sampling_seed"})
+"""Where a client's seed may stand."""
+
 _ABSENT = object()
 _IDS = frozenset({"id", "call_id", "tool_call_id", "tool_use_id"})
 _HOLDERS = ("messages", "input")

@@ -56,6 +56,8 @@ class Request:
     session: str
     order: str
     opened: Place
+    ended: Place | None
+    """When its answer had ended."""
     closed: Place | None
     claims: int
     # What must be equal.
@@ -107,6 +109,16 @@ class Request:
 
 
 @dataclass(slots=True)
+class _Open:
+    """A claim that is not over."""
+
+    place: Place
+    record: dict[str, Any]
+    crowd: int
+    ended: Place | None = None
+
+
+@dataclass(slots=True)
 class Requests:
     """All requests of one source. Made by reading its records once, in memory bounded by what was in flight."""
 
@@ -117,7 +129,7 @@ class Requests:
     """Session → its own master seed."""
     torn: int = 0
     last: Place | None = None
-    _open: dict[tuple[str, str, int], list[tuple[Place, dict[str, Any], int]]] = field(default_factory=dict)
+    _open: dict[tuple[str, str, int], list[_Open]] = field(default_factory=dict)
     _orphans: dict[tuple[str, str, int], list[tuple[Place, dict[str, Any]]]] = field(default_factory=dict)
     """Ends that were read before their claims: another gateway wrote them."""
     _crowd: dict[str, int] = field(default_factory=dict)
@@ -135,8 +147,8 @@ class Requests:
         watch(lines.read)
         found.torn = lines.torn
         for claims in found._open.values():
-            for place, opened, crowd in claims:
-                found._add(place, opened, None, {}, crowd)
+            for claim in claims:
+                found._add(claim, None, {})
         if len(found.runs) > 1:
             raise Unusable(f"{source.name}: holds records of several runs: {', '.join(sorted(found.runs)[:10])}")
         if not len(found.sorter):
@@ -156,11 +168,16 @@ class Requests:
             self._opened(place, record)
         elif event == "closed":
             self._closed(place, record)
+        elif event == "complete":
+            for claim in self._open.get((record["session"], record["identity"], record["index"]), ()):
+                if claim.ended is None:
+                    claim.ended = place
+                    break
         elif event == "session" and record.get("seed") is not None:
             self.seeds[record["session"]] = record["seed"]
         elif event is None and "identity" in record and "index" in record:
             self._know(record)
-            self._add(place, record, place if record.get("outcome") else None, record, 0)
+            self._add(_Open(place, record, 0), place if record.get("outcome") else None, record)
 
     def _know(self, record: dict[str, Any]) -> None:
         if len(self.runs) < 10 and (run := record.get("run")) is not None:
@@ -169,17 +186,17 @@ class Requests:
     def _opened(self, place: Place, record: dict[str, Any]) -> None:
         key = (record["session"], record["identity"], record["index"])
         if self._orphans and (ends := self._orphans.get(key)):
-            end, closed = ends.pop(0)
-            self._add(place, record, end, closed, 0)
+            self._add(_Open(place, record, 0), *ends.pop(0))
             return
         self._know(record)
         pool = record.get("pool") or ""
         crowd = self._crowd[pool] = self._crowd.get(pool, 0) + 1
+        claim = _Open(place, record, crowd)
         claims = self._open.get(key)
         if claims is None:
-            self._open[key] = [(place, record, crowd)]
+            self._open[key] = [claim]
         else:
-            claims.append((place, record, crowd))
+            claims.append(claim)
 
     def _closed(self, place: Place, record: dict[str, Any]) -> None:
         key = (record["session"], record["identity"], record["index"])
@@ -187,22 +204,30 @@ class Requests:
         if claims is None:
             self._orphans.setdefault(key, []).append((place, record))
             return
-        opened_at, opened, crowd = claims.pop(0)
+        claim = claims.pop(0)
         if not claims:
             del self._open[key]
-        pool = opened.get("pool") or ""
+        pool = claim.record.get("pool") or ""
         now = self._crowd[pool]
         self._crowd[pool] = now - 1
-        self._add(opened_at, opened, place, record, max(crowd, now))
+        claim.crowd = max(claim.crowd, now)
+        self._add(claim, place, record)
 
-    def _add(self, place: Place, opened: dict[str, Any], end: Place | None, closed: dict[str, Any], crowd: int) -> None:
-        self.sorter.add(item(place, opened, end, closed, crowd))
+    def _add(self, claim: _Open, end: Place | None, closed: dict[str, Any]) -> None:
+        self.sorter.add(item(claim.place, claim.record, claim.ended or end, end, closed, claim.crowd))
 
 
 # --- items
 
 
-def item(place: Place, opened: dict[str, Any], end: Place | None, closed: dict[str, Any], crowd: int) -> bytes:
+def item(
+    place: Place,
+    opened: dict[str, Any],
+    ended_at: Place | None,
+    closed_at: Place | None,
+    closed: dict[str, Any],
+    crowd: int,
+) -> bytes:
     """One claim and how it ended."""
     told, ended = opened.get, closed.get
     identity, order = opened["identity"], told("order") or "arrival"
@@ -246,7 +271,8 @@ def item(place: Place, opened: dict[str, Any], end: Place | None, closed: dict[s
             ended("loads"),
             crowd,
             told("epoch"),
-            None if end is None else (end.segment, end.offset),
+            None if ended_at is None else (ended_at.segment, ended_at.offset),
+            None if closed_at is None else (closed_at.segment, closed_at.offset),
             told("claims") or 1,
         )
     )
@@ -291,10 +317,10 @@ def request_of(entry: bytes) -> Request:
     must = orjson.loads(entry[start : start + equal])
     more = orjson.loads(entry[start + equal : -_TRAILER.size])
     content, digest, seed, attempts, *came = must
-    identity, ordinal, index, session, order, *explains, closed, claims = more
+    identity, ordinal, index, session, order, *explains, ended, closed, claims = more
     return Request(
         base_of(identity, order), identity, ordinal, index, session, order, place_of(entry),
-        None if closed is None else Place(*closed), claims,
+        None if ended is None else Place(*ended), None if closed is None else Place(*closed), claims,
         content, digest, seed, [Attempt(*attempt) for attempt in attempts], *came,
         *explains,
     )  # fmt: skip
@@ -333,6 +359,9 @@ def sortable(text: str) -> bytes:
 def _attempts(closed: dict[str, Any]) -> list[tuple[str, str | None]]:
     """Each sending: its replica, and how it ended where that is told."""
     told = closed.get("attempts")
-    if isinstance(told, list):
-        return [(each.get("replica"), each.get("outcome")) for each in told]
-    return [(replica, None) for replica in closed.get("replicas") or ()]
+    if not isinstance(told, list):
+        return [(replica, None) for replica in closed.get("replicas") or ()]
+    attempts = [(each.get("replica"), each.get("outcome")) for each in told]
+    if sum(ended == "answered" for _, ended in attempts) > 1:
+        attempts.sort()  # calls of one request, which end in any order
+    return attempts
