@@ -15,7 +15,7 @@ async def opened() -> AsyncIterator[MemoryStore]:
     yield MemoryStore()
 
 
-async def quiet() -> None:
+async def quiet(store: MemoryStore) -> None:
     """Until everyone who can be served has been."""
     for _ in range(3):
         await asyncio.sleep(0)

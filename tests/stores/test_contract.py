@@ -67,7 +67,7 @@ class Timeline:
             case "gets":
                 return await self.outcome(step)
             case "waits on":
-                await self.kind.quiet()
+                await self.kind.quiet(self.store)
                 assert not self.tasks[step.who].done()
                 return ""
             case "leaves":
@@ -85,7 +85,7 @@ class Timeline:
     async def outcome(self, step: Step) -> str:
         task = self.tasks[step.who]
         if step.outcome == "waits":
-            await self.kind.quiet()
+            await self.kind.quiet(self.store)
             if not task.done():
                 return "waits"
         async with asyncio.timeout(10):
@@ -114,11 +114,11 @@ async def test_who_comes_in_the_moment_of_a_hand_over_does_not_overtake(kind: An
     async with kind.opened() as store:
         first = await store.claim(SCOPE, strict(b"first"), 60)
         waits = asyncio.create_task(store.claim(SCOPE, strict(b"waits"), 60))
-        await kind.quiet()
+        await kind.quiet(store)
         await store.complete(SCOPE, first.index)
         late = asyncio.create_task(store.claim(SCOPE, strict(b"late"), 60))
         assert (await waits).index == 1
-        await kind.quiet()
+        await kind.quiet(store)
         assert not late.done()
         await store.complete(SCOPE, 1)
         assert (await late).index == 2
@@ -130,7 +130,7 @@ async def test_who_leaves_in_the_moment_of_a_hand_over_holds_nothing(kind: Any) 
         first = await store.claim(SCOPE, strict(b"first"), 60)
         leaves = asyncio.create_task(store.claim(SCOPE, strict(b"leaves"), 60))
         behind = asyncio.create_task(store.claim(SCOPE, strict(b"behind"), 60))
-        await kind.quiet()
+        await kind.quiet(store)
         await store.complete(SCOPE, first.index)
         leaves.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -148,7 +148,7 @@ async def test_who_leaves_in_the_moment_of_a_refusal_is_gone(kind: Any) -> None:
     async with kind.opened() as store:
         await store.claim(SCOPE, strict(b"first"), 60)
         late = asyncio.create_task(store.claim(SCOPE, strict(b"late"), 0))
-        await kind.quiet()
+        await kind.quiet(store)
         late.cancel()
         await asyncio.wait({late})
         assert kind.waiting(store) == 0
@@ -176,7 +176,7 @@ async def test_many_repeats_that_wait_for_many_get_each_its_own(kind: Any) -> No
     async with kind.opened() as store:
         first = [await store.claim(SCOPE, Ask("arrival", b"x"), 60) for _ in range(50)]
         repeats = [asyncio.create_task(store.claim(SCOPE, Ask("arrival", b"x", repeat=1), 60)) for _ in range(50)]
-        await kind.quiet()
+        await kind.quiet(store)
         for claim in reversed(first):
             await store.complete(SCOPE, claim.index)
             await store.settle(SCOPE, claim.index, used=False)

@@ -1,0 +1,148 @@
+"""What a gateway did in a run, for a store that may have forgotten it: from its memory, or from the ledger."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from gateway.shared.part import Deed, Telling
+
+KINDS = {"arrival": "a", "content": "c", "client": "n"}
+"""Orders as the scripts write them."""
+
+
+def session_name(session: str) -> bytes:
+    """What the store calls a session."""
+    return blake2b(session.encode(), digest_size=16).digest()
+
+
+def scope_name(session: str, identity: str) -> bytes:
+    """What the store calls a counter."""
+    return blake2b(f"{session}\0{identity}".encode(), digest_size=16).digest()
+
+
+@dataclass(slots=True)
+class Fate:
+    """What became of one index, as far as one gateway knows."""
+
+    session: str
+    identity: str
+    index: int
+    order: str = ""
+    raw: bytes = b""
+    content: str = ""
+    key: str = ""
+    repeat: int = -1
+    many: bool = False
+    """Its claims were not all of one request and its retries."""
+    raced: bool = False
+    used: bool = False
+    tokens: list[str] = field(default_factory=list)
+    """Live claims, each with `o`, or `e` where its answer has ended."""
+    open: dict[str | None, int] = field(default_factory=dict)
+    """Gateway → its claims that the ledger does not tell the end of."""
+
+    def claimed(self, order: str, raw: bytes, content: str | None, key: str | None, repeat: int) -> None:
+        """One more claim, in their order."""
+        self.order, self.raw = order, raw
+        self.content, self.key = content or self.content, key or self.key
+        self.many |= repeat <= self.repeat
+        self.repeat = max(self.repeat, repeat)
+
+    def deed(self) -> Deed:
+        stands = "m" if self.used and self.many else "u" if self.used else "r"
+        return (
+            scope_name(self.session, self.identity),
+            session_name(self.session),
+            KINDS[self.order],
+            self.raw,
+            self.index,
+            self.content,
+            self.key,
+            max(self.repeat, 0),
+            int(self.raced),
+            stands,
+            orjson.dumps((self.session, self.identity)),
+            ",".join(self.tokens),
+        )
+
+
+Live = dict[tuple[str, str, int], list[str]]
+"""Claims that are live here, by session, identity and index."""
+
+
+def told(folder: Path, gateway: str, live: Live) -> Telling:
+    """What the ledger in a run's folder tells of this gateway, and of others that can tell no more."""
+    fates: dict[tuple[str, str, int], Fate] = {}
+    gateways: set[str] = set()
+    for record in _records(folder):
+        place = (record["session"], record["identity"], record["index"])
+        fate = fates.get(place) or fates.setdefault(place, Fate(*place))
+        if record["event"] == "opened":
+            whose = record.get("gateway")
+            fate.claimed(
+                record["order"], bytes.fromhex(record["digest"]), record["content"], record["key"], record["repeat"]
+            )
+            fate.raced |= "racing" in record["flags"]
+            fate.open[whose] = fate.open.get(whose, 0) + 1
+            if whose is not None:
+                gateways.add(whose)
+        else:
+            whose = record.get("gateway")
+            if fate.open.get(whose):
+                fate.open[whose] -= 1
+            fate.used |= record["used"]
+            fate.raced |= bool(record.get("racing"))
+    alive = living(folder) - {gateway}
+    for place, tokens in live.items():
+        if place in fates:
+            fates[place].tokens = tokens
+    deeds = (
+        fate.deed()
+        for fate in fates.values()
+        if fate.order and not any(count and whose in alive for whose, count in fate.open.items())
+    )
+    return Telling(deeds, sorted(gateways - alive - {gateway}))
+
+
+def _records(folder: Path) -> Iterator[dict[str, Any]]:
+    """Every claim and end. What another process is just writing is passed over."""
+    for file in sorted(folder.glob("*.jsonl")):
+        with file.open("rb") as segment:
+            for line in segment:
+                try:
+                    record = orjson.loads(line)
+                except orjson.JSONDecodeError:
+                    continue
+                if isinstance(record, dict) and record.get("event") in ("opened", "closed"):
+                    yield record
+
+
+# --- who lives beside this gateway: each holds a lock on a file of its name
+
+
+def show(folder: Path, gateway: str) -> int:
+    """Show those who share the folder that this gateway lives, until the descriptor is closed."""
+    descriptor = os.open(folder / f"{gateway}.gateway", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def living(folder: Path) -> set[str]:
+    """The gateways that live. The files of others are removed."""
+    alive = set()
+    for file in folder.glob("*.gateway"):
+        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            alive.add(file.stem)
+        os.close(descriptor)
+    return alive

@@ -1,0 +1,104 @@
+-- A gateway tells what it did, before it takes part in a memory that may lack it, and what others did that can tell no
+-- more (third word, their names parted by commas). Twelve words for each index:
+--   scope, session, kind, bytes, index, content, key, latest repeat, whether it raced, how it stands, what it is about,
+--   and its live claims by their tokens, each with "o" or "e" before it, parted by commas
+-- Kind is "n" where the client numbered. It stands "u" (used), "r" (released) or "m" (used, and of its bytes many asked).
+-- Told again it changes nothing. What another has told already stays: used wins.
+local gateway, memory = ARGV[1], ARGV[2]
+if call('HGET', H, '@memory') ~= memory or call('HGET', H, '@server') ~= server() then
+    return {'away'}
+end
+
+local function tell(at)
+    local session, kind, raw, index = ARGV[at + 1], ARGV[at + 2], ARGV[at + 3], tonumber(ARGV[at + 4])
+    local content, key, latest, race = ARGV[at + 5], ARGV[at + 6], tonumber(ARGV[at + 7]), ARGV[at + 8] == '1'
+    local stands, about, tokens = ARGV[at + 9], ARGV[at + 10], ARGV[at + 11]
+    open(ARGV[at], call('HGET', H, ARGV[at]))
+    local bound = read_bound(index)
+    local fresh = not bound
+    if kind ~= 'n' then
+        fresh = index >= head.next or call('HDEL', H, scope .. 'h' .. written(index)) == 1
+        for hole = head.next, index - 1 do
+            call('HSET', H, scope .. 'h' .. written(hole), '1')
+        end
+        head.next = math.max(head.next, index + 1)
+    end
+    if head.kind == '' then
+        head.kind = kind
+    end
+    if race then
+        put(scope .. 'r' .. written(index), '1')
+    end
+    put(session .. 'g' .. gateway, '1')
+
+    local used = stands ~= 'r'
+    local named = bound ~= nil or key ~= '' or kind == 'n'
+    if named then
+        bound = bound or {keyed = false, used = false}
+        if content ~= '' then
+            bound.content = bound.content or content
+        end
+        bound.keyed = bound.keyed or key ~= ''
+        bound.used = bound.used or used
+        if key ~= '' then
+            put(session .. 'k' .. key, scope .. written(index) .. '|' .. content)
+        end
+    end
+    local asked = not named and (read_asked(raw) or {index = index, latest = latest, live = 0})
+    if asked and fresh then
+        if asked.index ~= index or stands == 'm' then
+            asked.index = MANY
+        end
+        asked.latest = math.max(asked.latest, latest)
+    end
+
+    local live = read_live(index)
+    local began = not live
+    for state, token in string.gmatch(tokens, '([oe])(%d+)') do
+        if not read_claim(token, C) then
+            live = live or {
+                claims = 0, open = 0, drawn = false, since = head.races, raw = raw,
+                used = not fresh and call('ZREM', R, free_member(raw, index)) == 0 and not named,
+            }
+            live.claims = live.claims + 1
+            if state == 'o' then
+                live.open = live.open + 1
+                if fresh and kind ~= 'n' and not live.drawn then
+                    live.drawn = true
+                    if call('HINCRBY', H, scope .. 'd' .. raw, 1) == 1 then
+                        head.kinds = head.kinds + 1
+                    end
+                end
+            end
+            write_claim(token, state == 'e', index, about)
+        end
+    end
+    if live then
+        live.used = live.used or used
+        write_live(index, live)
+        if began and asked then
+            asked.live = asked.live + 1
+        end
+    elseif used then
+        call('ZREM', R, free_member(raw, index))
+    elseif fresh and not named then
+        call('ZADD', R, 0, free_member(raw, index))
+    elseif named and fresh and not bound.keyed then
+        bound.content = nil
+    end
+    if named then
+        write_bound(index, bound)
+    elseif asked then
+        write_asked(raw, asked)
+    end
+    close()
+end
+
+for other in string.gmatch(ARGV[3], '[^,]+') do
+    call('SREM', PREFIX .. 'awaited', other)
+    call('SREM', PREFIX .. 'missing', other)
+end
+for at = 4, #ARGV, 12 do
+    tell(at)
+end
+return {'told'}

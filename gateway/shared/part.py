@@ -1,0 +1,263 @@
+"""The part that this gateway takes in one run: it registers, lives, notices who is gone, and tells what it did.
+
+A store's memory has an *epoch*. When the server may have forgotten, the next one begins, and every gateway first tells
+what it did (`gateway/shared/lua/take_part.lua`); until then nobody gets an index. Each call of a run carries the
+`connection` under which its gateway takes part, so that a call of an earlier one, or of a gateway that was taken for
+dead, is never run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import orjson
+import structlog
+
+from gateway.core.errors import Busy, Fault, Gone, StoreFault
+from gateway.shared import scripts
+from gateway.shared.link import Link
+
+log = structlog.get_logger("detgate.store")
+
+Deed = tuple[bytes | str | int, ...]
+"""What became of one index, as `report.lua` takes it."""
+
+
+class Telling(NamedTuple):
+    """What a gateway has to tell."""
+
+    deeds: Iterable[Deed] = ()
+    others: Iterable[str] = ()
+    """Gateways that can tell no more, and whose deeds are among these."""
+
+
+TOGETHER = 100
+"""Deeds told in one call."""
+
+BEATS = 10
+"""How often a gateway shows that it lives, within the time after which it counts as gone."""
+
+MOST_PEERS = 1000
+"""Gateways of a run that are kept in mind, the latest."""
+
+
+class Terms(NamedTuple):
+    """On what terms gateways meet in a run."""
+
+    gateway: str
+    """This one's name, which no other has or had."""
+    deciding: bytes
+    """The settings that decide, as JSON."""
+    lease: float
+    """Seconds of silence after which a gateway counts as gone."""
+    retention: float
+    """Seconds for which a run is kept after its last request."""
+
+
+class Memory(NamedTuple):
+    """What a gateway knows of the store's memory: which it was, and the epoch that it had."""
+
+    epoch: int = -1
+    """-1: it never took part."""
+    name: str = ""
+
+
+class Deeds(Protocol):
+    """What a gateway did in a run."""
+
+    async def since(self, number: int) -> Telling:
+        """All that it did after its call of this number; -1: ever."""
+
+    def resume(self, tokens: Sequence[bytes] | None) -> None:
+        """It takes part from now on. `tokens`: the live claims that the store holds for its own, after a report."""
+
+    def lost(self, gateway: str, claims: Sequence[bytes]) -> None:
+        """Another is gone; its claims (what each was about, and its index) were ended."""
+
+
+class Part:
+    """Whether and how this gateway takes part."""
+
+    def __init__(self, link: Link, run: str, terms: Terms, deeds: Deeds, memory: Memory | None = None) -> None:
+        self.run = run
+        self.memory = memory or Memory()
+        self.connection: bytes | None = None
+        """What calls carry; None: it does not take part."""
+        self.peers: dict[str, None] = {}
+        """All that were seen to take part, this one too."""
+        self.why_not: Fault | None = None
+        """What keeps it from taking part, where it is not the store's silence."""
+        self.keys = scripts.keys(run, terms.gateway)
+        self._link = link
+        self._terms = terms
+        self._deeds = deeds
+        self._reported = ""
+        self._in = asyncio.Event()
+        self._out = asyncio.Event()
+        self._out.set()
+        link.connected.append(self.leave)
+
+    async def join(self) -> bytes:
+        """Wait until it takes part, `timeouts.store` at most; what calls carry.
+
+        Raises `StoreFault`, `Busy` where the run began with other settings, and `Gone` where it was over long ago.
+        """
+        if self.connection is None and self.why_not is None:
+            try:
+                async with asyncio.timeout(self._link.seconds):
+                    await self._in.wait()
+            except TimeoutError:
+                raise self._link.fault() from None
+        if self.why_not is not None:
+            raise self.why_not
+        if self.connection is None:
+            raise self._link.fault()
+        return self.connection
+
+    def leave(self, connection: bytes | None = None) -> None:
+        """It takes no part any more, at least not under this connection: begin anew."""
+        if connection is None or connection == self.connection:
+            self.connection = None
+            self._in.clear()
+            self._out.set()
+
+    async def live(self) -> None:
+        """Take part, for ever."""
+        pause = self._terms.lease / BEATS
+        while True:
+            self._out.clear()
+            try:
+                if self.connection is None:
+                    await self._take()
+                else:
+                    await self._beat(self.connection)
+            except StoreFault:
+                pass
+            try:
+                async with asyncio.timeout(pause):
+                    await self._out.wait()
+            except TimeoutError:
+                pass
+
+    async def end(self) -> None:
+        """Take no part any more. Without the store's answer the others find out by themselves."""
+        self._link.connected.remove(self.leave)
+        if self.connection is not None:
+            try:
+                await self._link.call(scripts.LEAVE, self.keys, (self._terms.gateway, self.connection))
+            except StoreFault:
+                log.warning("left a run without a word: the store does not answer", run=self.run)
+
+    async def _beat(self, connection: bytes) -> None:
+        terms = self._terms
+        answer = await self._link.call(scripts.BEAT, self.keys, (terms.gateway, connection, _ms(terms.lease)))
+        if answer[0] != b"here":
+            self.leave(connection)
+            return
+        self._see(answer[1])
+        lost = answer[2]
+        for gateway, claims in zip(lost[::2], lost[1::2], strict=True):
+            log.warning("a gateway is gone", run=self.run, gateway=gateway.decode(), claims=len(claims) // 2)
+            self._deeds.lost(gateway.decode(), claims)
+
+    async def _take(self) -> None:
+        """One try. It leaves `connection` set, or `why_not`, or is to be tried again."""
+        terms, link = self._terms, self._link
+        settled = int(await link.call(scripts.SETTLED, scripts.MEETING, ()))
+        grace = terms.lease * 3 / BEATS
+        while True:
+            generation = link.generation
+            answer = await link.call(
+                scripts.TAKE_PART,
+                self.keys,
+                (
+                    terms.gateway,
+                    generation,
+                    terms.deciding,
+                    *self.memory,
+                    self._reported,
+                    _ms(terms.lease),
+                    _ms(grace),
+                    _ms(terms.retention),
+                    int(settled >= grace * 1000),
+                    *self.peers,
+                ),
+            )
+            if generation != link.generation:
+                return
+            match answer[0]:
+                case b"open":
+                    self._enter(generation, Memory(int(answer[1]), answer[2].decode()), answer[3])
+                    return
+                case b"report":
+                    await self._report(answer[2].decode(), int(answer[3]))
+                case b"wait":
+                    self.why_not = None
+                    await asyncio.sleep(min(int(answer[3]) / 1000, terms.lease / BEATS / 20))
+                case _:
+                    self.why_not = self._refusal(answer)
+                    self._in.set()
+                    return
+
+    def _enter(self, generation: int, memory: Memory, tokens: Sequence[bytes]) -> None:
+        if self.memory.name and self.memory != memory:
+            log.warning("the store may have forgotten: a new epoch", run=self.run, epoch=memory.epoch)
+        told = self._reported == memory.name
+        self.memory, self._reported = memory, ""
+        self.why_not = None
+        self.connection = b"%d:%d" % (generation, memory.epoch)
+        self._see([self._terms.gateway.encode()])
+        self._deeds.resume(tokens if told else None)
+        self._in.set()
+
+    async def _report(self, memory: str, number: int) -> None:
+        telling = await self._deeds.since(number)
+        words: list[bytes | str | int] = []
+        for count, deed in enumerate(telling.deeds, 1):
+            words += deed
+            if count % TOGETHER == 0:
+                await self._tell(memory, "", words)
+                words.clear()
+        others = ",".join(telling.others)
+        if words or others:
+            await self._tell(memory, others, words)
+        self._reported = memory
+
+    async def _tell(self, memory: str, others: str, deeds: Sequence[bytes | str | int]) -> None:
+        await self._link.call(scripts.REPORT, self.keys, (self._terms.gateway, memory, others, *deeds))
+
+    def _refusal(self, answer: Sequence[bytes]) -> Fault:
+        match answer[0]:
+            case b"differs":
+                theirs, ours = orjson.loads(answer[1]), orjson.loads(self._terms.deciding)
+                keys = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+                return differs(self.run, keys)
+            case b"over":
+                return Gone(
+                    f"Run {self.run} had no request for so long that its indices were given up. Begin another run.",
+                    code="run_gone",
+                    param="run",
+                )
+        return self._link.fault()
+
+    def _see(self, gateways: Sequence[bytes]) -> None:
+        for gateway in gateways:
+            self.peers[gateway.decode()] = None
+        while len(self.peers) > MOST_PEERS:
+            del self.peers[next(iter(self.peers))]
+
+
+def differs(run: str, keys: Sequence[str]) -> Busy:
+    """The refusal of a run that began with other settings."""
+    return Busy(
+        f"Run {run} began with other settings: {', '.join(keys)}. "
+        "Put them back, or begin another run (--new-run, or another name).",
+        code="run_differs",
+        retry_after=60,
+    )
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

@@ -1,0 +1,42 @@
+"""The scripts that the store runs, each one step. The files of `lua` say what each takes and gives."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from gateway.shared.link import Script
+
+_FOLDER = files("gateway.shared") / "lua"
+
+
+def _read(name: str) -> str:
+    return (_FOLDER / f"{name}.lua").read_text(encoding="utf-8")
+
+
+def _of_run(name: str) -> Script:
+    return Script(_read("rule") + _read(name))
+
+
+CLAIM = _of_run("claim")
+COMPLETE = _of_run("complete")
+SETTLE = _of_run("settle")
+TAKE_PART = _of_run("take_part")
+REPORT = _of_run("report")
+BEAT = _of_run("beat")
+LEAVE = _of_run("leave")
+SETTLED = Script(_read("settled"))
+
+
+def keys(run: str, gateway: str) -> tuple[bytes, bytes, bytes]:
+    """The keys of a run, all in one slot of a cluster: its state, what was released, the gateway's live claims."""
+    prefix = prefix_of(run)
+    return prefix + b"state", prefix + b"released", prefix + b"claims:" + gateway.encode()
+
+
+def prefix_of(run: str) -> bytes:
+    """What every key of a run begins with."""
+    return b"detgate:{%b}:" % run.encode()
+
+
+MEETING = (b"detgate:server",)
+"""The key that says since when gateways meet at this server."""

@@ -1,0 +1,547 @@
+"""Any number of processes: the counters in a Redis or Valkey server, each claim and each end one atomic script.
+
+The scripts of `gateway/shared/lua` are the rule of `gateway/core/indexing.py`. What this process has claimed it holds
+until the store knows how it ended: an end that could not be told is owed, and told when the store answers again. A claim
+whose answer was lost is owed an end too, by its token, so no index is lost. Whoever must wait asks again when the scope
+changed, here or elsewhere, in order of arrival; a message that is lost costs time alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import orjson
+
+from gateway.core.errors import Conflict, StoreFault
+from gateway.core.indexing import Ask, Claim, refused
+from gateway.ledger.writer import Ledger
+from gateway.shared import deeds, scripts
+from gateway.shared.deeds import KINDS, Fate, scope_name, session_name
+from gateway.shared.link import Link
+from gateway.shared.part import Memory, Part, Telling, Terms
+from gateway.stores import ScopeKey
+from gateway.tasks import start, stop
+
+POLL = 0.25
+"""Seconds after which whoever waits asks again, whether it heard of a change or not."""
+
+RECENT = 8192
+"""Calls that are kept in mind, to tell them again to a server that has lost the last of them."""
+
+CLAIMED, COMPLETE, SETTLED = 0, 1, 2
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A claim of this process that the store does not know to be over."""
+
+    key: ScopeKey
+    ask: Ask
+    scope: bytes
+    session: bytes
+    token: int = 0
+    index: int = -1
+    """-1: not known; the claim's answer was lost."""
+    raced: bool = False
+    """Known when it was claimed, or when its answer ended."""
+    state: int = CLAIMED
+    known: int = CLAIMED
+    """The state that the store has."""
+    used: bool = False
+
+    @property
+    def about(self) -> bytes:
+        return orjson.dumps((self.key.session, self.key.identity))
+
+
+@dataclass(slots=True, eq=False)
+class Issued:
+    """An index that this process has claims on."""
+
+    holders: list[Held]
+    open: int = 0
+    """Claims whose answer has not ended."""
+    raced: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A claim that waits."""
+
+    held: Held
+    outcome: asyncio.Future[Claim]
+    raced: bool
+    """It has waited for a rival."""
+    asking: bool = False
+    again: bool = False
+    """It is to ask once more when the answer is there."""
+    final: bool = False
+    poll: asyncio.TimerHandle | None = None
+
+
+class RedisStore:
+    """The counters of runs that other processes serve too."""
+
+    shared = True
+
+    def __init__(self, link: Link, terms: Terms, *, strict: bool, remembered: int = 100_000) -> None:
+        self.link = link
+        self.terms = terms
+        self.epoch = 0
+        self._strict = strict
+        self._remembered = remembered
+        self._runs: dict[str, SharedRun] = {}
+        self._numbers = count(1)
+
+    @property
+    def owed(self) -> int:
+        """Claims that the store does not know to have ended, or begun."""
+        return sum(run.owed for run in self._runs.values())
+
+    def why_down(self, run: str) -> str | None:
+        """Why requests of a run cannot be numbered now; None: they can."""
+        if self.link.why_down is not None:
+            return f"the store does not answer: {self.link.why_down}"
+        part = self._run(run).part
+        if part.connection is not None:
+            return None
+        return part.why_not.message if part.why_not is not None else "the store waits for what other gateways know"
+
+    def serve(self, run: str, ledger: Ledger | None = None, memory: Memory | None = None) -> SharedRun:
+        """Take part in a run, whose ledger is told of claims that other gateways left behind."""
+        made = self._runs[run] = SharedRun(self, run, ledger, memory)
+        return made
+
+    def _run(self, name: str) -> SharedRun:
+        return self._runs.get(name) or self.serve(name)
+
+    async def run(self) -> None:
+        """Keep up the connection, for ever."""
+        await self.link.run()
+
+    async def close(self) -> None:
+        """Take part in nothing any more."""
+        for run in self._runs.values():
+            await run.close()
+
+    async def claim(self, key: ScopeKey, ask: Ask, settle_seconds: float) -> Claim:
+        return await self._run(key.run).claim(key, ask, settle_seconds)
+
+    async def complete(self, key: ScopeKey, index: int) -> bool:
+        return await self._runs[key.run].complete(key, index)
+
+    async def settle(self, key: ScopeKey, index: int, *, used: bool) -> bool:
+        return await self._runs[key.run].settle(key, index, used)
+
+    def raced(self, key: ScopeKey, index: int) -> bool:
+        return self._runs[key.run].issued(key, index).raced
+
+    def knows(self, run: str, session: str) -> bool:
+        return run in self._runs and self._runs[run].knows(session)
+
+    def next_index(self, key: ScopeKey) -> int | None:
+        return self._run(key.run).next_index(key)
+
+    def number(self) -> int:
+        """Names a call of this process; later ones have higher numbers."""
+        return next(self._numbers)
+
+    @property
+    def mode(self) -> int:
+        """What every claim says of this gateway."""
+        return 8 * self._strict
+
+    @property
+    def remembered(self) -> int:
+        """Scopes and sessions whose numbers are kept in mind."""
+        return self._remembered
+
+
+class SharedRun:
+    """What this process does in one run."""
+
+    def __init__(self, store: RedisStore, run: str, ledger: Ledger | None, memory: Memory | None) -> None:
+        self._store = store
+        self._link = store.link
+        self._run = run
+        self._ledger = ledger
+        self.part = Part(store.link, run, store.terms, self, memory)
+        self._keys = self.part.keys
+        self._held: dict[int, Held] = {}
+        self._issued: dict[tuple[bytes, int], Issued] = {}
+        self._drawn: dict[bytes, set[Issued]] = {}
+        """Scope → what this process has drawn from its counter and has in flight."""
+        self._waiters: dict[bytes, list[Waiter]] = {}
+        """In order of arrival."""
+        self._recent: deque[tuple[int, Held]] = deque(maxlen=RECENT)
+        self._told = 0
+        """The number of the last call that the store has answered."""
+        self._forgot = memory is not None
+        """There were calls that are not among the recent ones."""
+        self._next: OrderedDict[ScopeKey, int | None] = OrderedDict()
+        self._sessions: OrderedDict[str, None] = OrderedDict()
+        self._channel = scripts.prefix_of(run) + b"changed"
+        store.link.subscribe(self._channel, self._wake)
+        self._life = start(self.part.live(), f"run {run}")
+
+    async def close(self) -> None:
+        await stop(self._life)
+        self._link.unsubscribe(self._channel, self._wake)
+        await self.part.end()
+
+    # --- what this process knows
+    @property
+    def owed(self) -> int:
+        return sum(held.known < held.state for held in self._held.values())
+
+    @property
+    def waiting(self) -> int:
+        """Claims that wait."""
+        return sum(map(len, self._waiters.values()))
+
+    def issued(self, key: ScopeKey, index: int) -> Issued:
+        """What this process knows of an index that it has a claim on."""
+        return self._issued[scope_name(key.session, key.identity), index]
+
+    def knows(self, session: str) -> bool:
+        return session in self._sessions
+
+    def next_index(self, key: ScopeKey) -> int | None:
+        return self._next.get(key, 0)
+
+    # --- claim
+    async def claim(self, key: ScopeKey, ask: Ask, seconds: float) -> Claim:
+        self._sessions[key.session] = None
+        self._bound(self._sessions)
+        held = Held(key, ask, scope_name(key.session, key.identity), session_name(key.session))
+        while True:
+            connection = self.part.connection or await self.part.join()
+            answer = await self._ask(held, connection)
+            if answer[0] == b"wait":
+                return await self._wait(held, answer[1] == b"racing", seconds)
+            if answer[0] != b"away":
+                return self._outcome(held, answer)
+            self.part.leave(connection)
+
+    async def _ask(self, held: Held, connection: bytes) -> list[Any]:
+        """Ask for an index. Who is gone before the answer has taken nothing."""
+        if self._link.why_down is not None:
+            raise self._link.fault()
+        asked = self._send(held, connection)
+        try:
+            answer: list[Any] = await asked
+        except (asyncio.CancelledError, StoreFault):
+            self._give_back(held)
+            raise
+        if answer[0] != b"index":
+            del self._held[held.token]
+        return answer
+
+    def _send(self, held: Held, connection: bytes, *, raced: bool = False, final: bool = False) -> asyncio.Future[Any]:
+        ask, store = held.ask, self._store
+        held.token = store.number()
+        words = (
+            store.terms.gateway,
+            connection,
+            held.token,
+            held.scope,
+            held.session,
+            KINDS[ask.kind],
+            ask.raw,
+            ask.content or "",
+            "" if ask.number is None else ask.number,
+            ask.key or "",
+            ask.repeat,
+            ask.exclusive + 2 * raced + 4 * final + store.mode,
+            held.about,
+            round(store.terms.retention * 1000),
+        )
+        sent = self._link.send(scripts.CLAIM, self._keys, words)
+        self._held[held.token] = held
+        return sent
+
+    def _outcome(self, held: Held, answer: Sequence[Any]) -> Claim:
+        """What a claim came to. Raises `Conflict`."""
+        if answer[0] == b"fenced":
+            raise Conflict(
+                "The store may have forgotten requests of this session that another gateway served. Begin a new "
+                "session, or the run anew.",
+                code="session_fenced",
+                param="X-Session-ID",
+            )
+        if answer[0] == b"refused":
+            raise refused(answer[1].decode(), answer[2].decode())
+        _, index, reused, raced, rivals, flag, fenced = answer
+        held.index, held.raced = int(index), bool(raced)
+        self._note(held.token, held)
+        place = (held.scope, held.index)
+        issued = self._issued.get(place) or self._issued.setdefault(place, Issued([]))
+        issued.holders.append(held)
+        issued.open += 1
+        issued.raced |= held.raced
+        if rivals:
+            for other in self._drawn.get(held.scope, ()):
+                other.raced = True
+        if not reused:
+            self._drawn.setdefault(held.scope, set()).add(issued)
+            numbered = held.ask.kind == "client"
+            self._next[held.key] = None if numbered else held.index + 1
+            self._bound(self._next)
+        flags = ("racing",) * bool(raced) + (flag.decode(),) * bool(flag) + ("epoch",) * bool(fenced)
+        return Claim(held.index, flags, bool(reused), self.part.memory.epoch)
+
+    def _give_back(self, held: Held) -> None:
+        """Who asked is gone. If the claim was made, or is made yet, it is over."""
+        held.state, held.used = SETTLED, False
+        self._tell(held)
+        self._wake(held.scope)
+
+    def _bound(self, known: OrderedDict[Any, Any]) -> None:
+        if len(known) > self._store.remembered:
+            known.popitem(last=False)
+
+    # --- the end
+    async def complete(self, key: ScopeKey, index: int) -> bool:
+        issued = self.issued(key, index)
+        held = next((held for held in issued.holders if held.state == CLAIMED), None)
+        if held is None:
+            return issued.raced
+        held.state = COMPLETE
+        self._end_flight(held, issued)
+        told = self._tell(held)
+        if told is not None:
+            try:
+                answer = await told
+            except StoreFault:
+                return issued.raced
+            issued.raced |= answer[0] == b"done" and bool(answer[1])
+            self._wake(held.scope)
+        held.raced = issued.raced
+        return issued.raced
+
+    async def settle(self, key: ScopeKey, index: int, used: bool) -> bool:
+        held = max(self.issued(key, index).holders, key=lambda held: held.state)
+        told = self._finish(held, used)
+        if told is None:
+            return False
+        try:
+            answer = await told
+        except StoreFault:
+            return False
+        self._wake(held.scope)
+        return answer[0] == b"done" and bool(answer[1])
+
+    def _finish(self, held: Held, used: bool) -> asyncio.Future[Any] | None:
+        """A claim is over."""
+        issued = self._issued[held.scope, held.index]
+        if held.state == CLAIMED:
+            self._end_flight(held, issued)
+        issued.holders.remove(held)
+        if not issued.holders:
+            del self._issued[held.scope, held.index]
+        held.state, held.used = SETTLED, used
+        return self._tell(held)
+
+    def _end_flight(self, held: Held, issued: Issued) -> None:
+        issued.open -= 1
+        drawn = self._drawn.get(held.scope)
+        if drawn is not None and not issued.open:
+            drawn.discard(issued)
+            if not drawn:
+                del self._drawn[held.scope]
+
+    def _tell(self, held: Held) -> asyncio.Future[Any] | None:
+        """Tell the store how far a claim is; None: it is owed, since the store cannot be asked now."""
+        connection = self.part.connection
+        if connection is None or self._link.why_down is not None:
+            return None
+        number, state = self._store.number(), held.state
+        words: tuple[bytes | str | int, ...] = (self._store.terms.gateway, connection, number, held.token)
+        if state == COMPLETE:
+            told = self._link.send(scripts.COMPLETE, self._keys, words)
+        else:
+            index = held.index if held.index >= 0 else ""
+            told = self._link.send(
+                scripts.SETTLE, self._keys, (*words, int(held.used), held.scope, index, held.ask.raw)
+            )
+
+        def heard(answer: asyncio.Future[Any]) -> None:
+            if answer.cancelled() or answer.exception() is not None:
+                return
+            outcome = answer.result()[0]
+            if outcome == b"away":
+                self.part.leave(connection)
+                return
+            held.known = max(held.known, state)
+            if outcome == b"done":
+                self._note(number, held)
+            if held.known == SETTLED:
+                self._held.pop(held.token, None)
+
+        told.add_done_callback(heard)
+        return told
+
+    def _note(self, number: int, held: Held) -> None:
+        self._told = max(self._told, number)
+        self._forgot |= len(self._recent) == RECENT
+        self._recent.append((number, held))
+
+    # --- waiting
+    async def _wait(self, held: Held, raced: bool, seconds: float) -> Claim:
+        loop = asyncio.get_running_loop()
+        waiter = Waiter(held, loop.create_future(), raced)
+        self._waiters.setdefault(held.scope, []).append(waiter)
+        self._poll(waiter)
+        timer = loop.call_later(seconds, self._again, waiter, True)
+        try:
+            return await waiter.outcome
+        except asyncio.CancelledError:
+            if not waiter.outcome.cancelled() and waiter.outcome.exception() is None:
+                self._finish(waiter.held, used=False)  # it was given an index in the moment in which it left
+                self._wake(held.scope)
+            raise
+        finally:
+            timer.cancel()
+            self._forget(waiter)
+
+    def _poll(self, waiter: Waiter) -> None:
+        waiter.poll = asyncio.get_running_loop().call_later(POLL, self._polled, waiter)
+
+    def _polled(self, waiter: Waiter) -> None:
+        self._again(waiter)
+        self._poll(waiter)
+
+    def _wake(self, scope: bytes) -> None:
+        for waiter in tuple(self._waiters.get(scope, ())):
+            self._again(waiter)
+
+    def _again(self, waiter: Waiter, final: bool = False) -> None:
+        """Ask again for one who waits. `final`: its time is up."""
+        waiter.final |= final
+        if waiter.outcome.done():
+            return
+        if waiter.asking:
+            waiter.again = True
+            return
+        connection = self.part.connection
+        if connection is None or self._link.why_down is not None:
+            if waiter.final:
+                waiter.outcome.set_exception(self._link.fault())
+            return
+        waiter.asking = True
+        final = waiter.final
+        held = waiter.held
+        asked = self._send(held, connection, raced=waiter.raced, final=final)
+        asked.add_done_callback(lambda answer: self._answered(waiter, answer, connection, final))
+
+    def _answered(self, waiter: Waiter, asked: asyncio.Future[Any], connection: bytes, final: bool) -> None:
+        waiter.asking = False
+        held = waiter.held
+        if asked.exception() is not None:
+            self._give_back(held)
+            if not waiter.outcome.done():
+                waiter.held = Held(held.key, held.ask, held.scope, held.session)
+                if waiter.final:
+                    waiter.outcome.set_exception(self._link.fault())
+            return
+        answer = asked.result()
+        if waiter.outcome.done():
+            if answer[0] == b"index":
+                held.index = int(answer[1])
+                self._give_back(held)
+            else:
+                del self._held[held.token]
+            return
+        if answer[0] != b"index":
+            del self._held[held.token]
+        if answer[0] == b"away":
+            self.part.leave(connection)
+        elif answer[0] == b"wait":
+            waiter.raced |= answer[1] == b"racing"
+        else:
+            try:
+                waiter.outcome.set_result(self._outcome(held, answer))
+            except Conflict as conflict:
+                waiter.outcome.set_exception(conflict)
+            return
+        if waiter.again or (waiter.final and not final):
+            waiter.again = False
+            self._again(waiter)
+
+    def _forget(self, waiter: Waiter) -> None:
+        if waiter.poll is not None:
+            waiter.poll.cancel()
+        waiters = self._waiters[waiter.held.scope]
+        waiters.remove(waiter)
+        if not waiters:
+            del self._waiters[waiter.held.scope]
+
+    # --- taking part (gateway.shared.part.Deeds)
+    async def since(self, number: int) -> Telling:
+        if number >= self._told and not (number < 0 and self._forgot):
+            return Telling()
+        held = [held for held in self._held.values() if held.index >= 0 and held.state < SETTLED]
+        if self._ledger is None or not self._forgot or self._reaches(number):
+            recent = {each.token: each for told, each in self._recent if told > number and each.index >= 0}
+            return Telling(fate.deed() for fate in _fates([*recent.values()]))
+        self._ledger.flush()
+        live: deeds.Live = {}
+        for each in held:
+            live.setdefault((each.key.session, each.key.identity, each.index), []).append(_token(each))
+        return await asyncio.to_thread(deeds.told, self._ledger.file.parent, self._store.terms.gateway, live)
+
+    def _reaches(self, number: int) -> bool:
+        """Whether all calls after this one are among the recent."""
+        return number >= 0 and bool(self._recent) and self._recent[0][0] <= number
+
+    def resume(self, tokens: Sequence[bytes] | None) -> None:
+        stale = {int(token) for token in tokens or ()} - self._held.keys()
+        for held in list(self._held.values()):
+            if held.known < held.state:
+                self._tell(held)
+        for token in stale:
+            self._tell(Held(ScopeKey(self._run, "", ""), Ask("arrival", b""), b"", b"", token, state=SETTLED))
+        for scope in tuple(self._waiters):
+            self._wake(scope)
+
+    def lost(self, gateway: str, claims: Sequence[bytes]) -> None:
+        if self._ledger is None:
+            return
+        for about, index in zip(claims[::2], claims[1::2], strict=True):
+            session, identity = orjson.loads(about)
+            self._ledger.closed(
+                {
+                    "event": "closed",
+                    "run": self._run,
+                    "session": session,
+                    "identity": identity,
+                    "index": int(index),
+                    "outcome": "failed",
+                    "error": "gateway-lost",
+                    "used": False,
+                }
+            )
+
+
+def _token(held: Held) -> str:
+    return ("o" if held.state == CLAIMED else "e") + str(held.token)
+
+
+def _fates(claims: Iterable[Held]) -> Iterable[Fate]:
+    """What became of the indices of these claims."""
+    fates: dict[tuple[bytes, int], Fate] = {}
+    for held in claims:
+        place, ask = (held.scope, held.index), held.ask
+        fate = fates.get(place) or fates.setdefault(place, Fate(held.key.session, held.key.identity, held.index))
+        fate.claimed(ask.kind, ask.raw, ask.content if ask.number is not None or ask.key else None, ask.key, ask.repeat)
+        fate.raced |= held.raced
+        if held.state == SETTLED:
+            fate.used |= held.used
+        else:
+            fate.tokens.append(_token(held))
+    return fates.values()
