@@ -1,9 +1,9 @@
 """Any number of processes: the counters in a Redis or Valkey server, each claim and each end one atomic script.
 
 The scripts of `gateway/shared/lua` are the rule of `gateway/core/indexing.py`. What this process has claimed it holds
-until the store knows how it ended: an end that could not be told is owed, and told when the store answers again. A claim
-whose answer was lost is owed an end too, by its token, so no index is lost. Whoever must wait asks again when the scope
-changed, here or elsewhere, in order of arrival; a message that is lost costs time alone.
+until the store knows how it ended: an end that could not be told is owed, and told when the store answers again. A
+claim whose answer was lost is owed an end too, by its token, so no index is lost. Whoever must wait asks again when the
+scope changed, here or elsewhere, in order of arrival; a message that is lost costs time alone.
 """
 
 from __future__ import annotations

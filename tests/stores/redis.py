@@ -53,7 +53,7 @@ async def quiet(kept: RedisStore) -> None:
     assert wire is not None
     for _ in range(5):
         await asyncio.sleep(0)
-        while wire._waiting:
+        while wire._waiting:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
