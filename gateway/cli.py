@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -45,11 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from gateway.settings import InvalidSettings
-
-    settings = _settings(args)
-    if not settings.pools:
-        raise InvalidSettings(["pools: none; list them in a file (--config), or name servers by --worker-urls"])
+    settings = _with_pools(args)
     from gateway import serve, workers
 
     if settings.workers > 1:
@@ -122,6 +119,58 @@ def _diff(args: argparse.Namespace) -> int:
     return commands.diff(args.a, args.b, ledger, as_json=args.json, html=args.html, answers_only=args.answers_only)
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from gateway.evidence import doctor
+
+    settings = _settings(args) if args.url else _with_pools(args)
+    return doctor.doctor(settings, url=args.url, as_json=args.json)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from gateway.evidence import verify
+
+    settings = _with_pools(args)
+    return verify.verify(settings, budget=args.budget, lanes=args.lane, as_json=args.json, junit=args.junit)
+
+
+def _with_pools(args: argparse.Namespace) -> Settings:
+    from gateway.settings import InvalidSettings
+
+    settings = _settings(args)
+    if not settings.pools:
+        raise InvalidSettings(["pools: none; list them in a file (--config), or name servers by --worker-urls"])
+    return settings
+
+
+def _launch_profile(args: argparse.Namespace) -> int:
+    from gateway import launch
+    from gateway.launch import formats
+
+    wish = launch.Wish(
+        hardware=args.hardware,
+        role=args.role,
+        model=args.model,
+        host=args.host,
+        port=args.port,
+        tensor_parallel=args.tensor_parallel,
+        prefix_cache=args.prefix_cache,
+    )
+    try:
+        profile = launch.load(args.engine).profile(wish)
+        profile.check(args.engine_version)
+    except LookupError as error:
+        print(f"detgate: {error.args[0]}", file=sys.stderr)
+        return 2
+    print(formats.as_json(profile) if args.json else formats.FORMATS[args.format](profile))
+    return 0
+
+
+def _replay_plans(args: argparse.Namespace) -> int:
+    from gateway.evidence import commands
+
+    return commands.replay_decisions(args.recorded, _settings(args).ledger.path, as_json=args.json)
+
+
 def _settings(args: argparse.Namespace) -> Settings:
     from gateway.settings import Settings
 
@@ -188,7 +237,12 @@ def _parser() -> argparse.ArgumentParser:
     _sim_flags(add("sim", _sim, "one simulated engine; POST /_sim switches its faults"))
     _config_flags(add("config", _config, "what is in force, secrets masked"))
     _seed_flags(add("seed", _seed, "the seed that a request gets"))
+    _launch_flags(add("launch-profile", _launch_profile, "how to start an engine so that its answers can repeat"))
+    _verify_flags(add("verify", _verify, "canaries to every replica: does it repeat? exit 0 all passed, 1 not"))
+    _doctor_flags(add("doctor", _doctor, "what breaks determinism; exit 0 strict would serve, 1 refuse, 2 not known"))
     _diff_flags(add("diff", _diff, "where two recorded runs parted, and why; exit 0 equal, 1 different, 2 neither"))
+    replay = commands.add_parser("replay", help="a recorded run again: its decisions, or its requests")
+    _replay_flags(replay)
     return parser
 
 
@@ -231,6 +285,66 @@ def _diff_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON")
     _file_flag(parser)
     _setting_flags(parser, ["ledger.path"])
+
+
+_FLEET = ("profile", "ledger.path", "engine", "worker_urls")
+"""Settings with a flag for commands that ask replicas."""
+
+
+def _doctor_flags(parser: argparse.ArgumentParser) -> None:
+    _file_flag(parser)
+    _setting_flags(parser, _FLEET)
+    parser.add_argument("--url", metavar="URL", help="ask a running gateway what it knows, not the replicas")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _launch_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("engine", choices=("vllm", "sglang"), help="which engine")
+    parser.add_argument("--hardware", default="hopper", help="ampere, hopper, blackwell, mi300, cpu … (hopper)")
+    parser.add_argument("--role", choices=("generate", "reward"), default="generate", help="sample, or score")
+    parser.add_argument("--model", default="MODEL", help="name or folder of the model")
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (0.0.0.0)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on")
+    parser.add_argument("--tensor-parallel", type=_positive, default=1, metavar="N", help="GPUs of one replica")
+    parser.add_argument("--prefix-cache", action="store_true", help="keep the prefix cache, at the cost that is told")
+    parser.add_argument("--engine-version", metavar="V", help="refuse if the engine is older than the mode")
+    parser.add_argument(
+        "--format",
+        choices=("text", "shell", "script", "env", "compose"),
+        default="text",
+        help="for people; a command; a script; variables to source before srun or ray; a compose service",
+    )
+    parser.add_argument("--json", action="store_true", help="everything, with reasons and sources")
+
+
+def _replay_flags(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(metavar="WHAT", required=True)
+    text = "make every recorded decision again, without an engine; exit 1 if one comes out otherwise"
+    plans = commands.add_parser("plans", help=text, description=text, allow_abbrev=False)
+    plans.set_defaults(command=_replay_plans)
+    _recorded_flags(plans)
+
+
+def _recorded_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recorded", metavar="LEDGER", help="a run's name or folder, a file of its records, or a glob")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    _file_flag(parser)
+    _setting_flags(parser, ["ledger.path"])
+
+
+def _verify_flags(parser: argparse.ArgumentParser) -> None:
+    _file_flag(parser)
+    _setting_flags(parser, _FLEET)
+    parser.add_argument(
+        "--budget", type=_duration, default=60.0, metavar="TIME", help="after which no canary is begun, as in 90s or 2m"
+    )
+    parser.add_argument(
+        "--no-lane", dest="lane", action="store_false", help="send company at once, whatever the pool's lane"
+    )
+    parser.add_argument(
+        "--json", type=Path, nargs="?", const=Path("-"), metavar="FILE", help="as JSON; into a file if one is named"
+    )
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="a JUnit report too")
 
 
 def _sim_flags(parser: argparse.ArgumentParser) -> None:
@@ -277,6 +391,19 @@ def _assignment(text: str) -> str:
     if not text.partition("=")[1]:
         raise argparse.ArgumentTypeError("KEY=VALUE is needed, as in routing.slack=inf")
     return text
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise argparse.ArgumentTypeError("a whole number from 1 is needed")
+    return int(text)
+
+
+def _duration(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError("a time is needed, as in 60s, 2m or 1h")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def _index(text: str) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from gateway.evidence import diff_text, ledgers, report
+from gateway.evidence import diff_text, ledgers, replay_plans, replay_text, report
 from gateway.evidence.diff import Diff, compare
 from gateway.evidence.ledgers import Unusable
 
@@ -32,6 +32,21 @@ def diff(
     if html is not None:
         html.write_text(report.page(found), encoding="utf-8")
     return tell(found, as_json=as_json)
+
+
+def replay_decisions(name: str, ledger: Path, *, as_json: bool = False) -> int:
+    """Make every decision of a recorded run again; 1: today's code makes one otherwise."""
+    try:
+        source = ledgers.find(name, ledger)
+        with _bar("deciding again", source.bytes) as watch:
+            found = replay_plans.replay(source, lambda done: watch("read", done))
+    except Unusable as error:
+        return unusable(error, as_json=as_json)
+    if as_json:
+        print(json.dumps(replay_text.as_json(found), ensure_ascii=False))
+    else:
+        replay_text.show(found, Console())
+    return DIFFERENT if found.different else EQUAL
 
 
 def tell(found: Diff, *, as_json: bool) -> int:

@@ -1,0 +1,333 @@
+"""Every recorded decision made again, by today's code and without any engine.
+
+From what a ledger tells of a request follow its effective identity, index, request id, seed and replica. Each is
+computed anew and must be what was recorded; what the ledger does not tell enough of is counted as undetermined.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from typing import Any, cast
+
+import orjson
+
+from gateway import engines, schemes
+from gateway.core import canonical, ids, plan, routing
+from gateway.core.document import Document, Malformed
+from gateway.core.errors import CallerFault, Conflict
+from gateway.core.indexing import Ask, Claim, Kind, Scope, Session
+from gateway.core.types import Handling
+from gateway.evidence.bodies import asked
+from gateway.evidence.ledgers import Lines, Place, Source, Unusable
+from gateway.evidence.requests import TOLD_EVERY, base_of, sortable
+from gateway.evidence.sorting import Sorter
+
+KEPT = 100
+"""Differences that are told one by one; all are counted."""
+
+GAPS = "the ledger has gaps"
+SEVERAL = "several gateways recorded at once, so the order of claims is not known"
+WAITED = "a repeat whose turn depends on when it waited"
+NO_SEED = "no run.json beside the records, so the master seed is not known"
+CLIENTS = "a client's seed, and no body was kept"
+MIXED = "a client's seed may be mixed in, and no body was kept"
+ALONE = "one candidate alone"
+UNSENT = "never sent"
+KEPT_ELSEWHERE = "the session's first replica was kept"
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """A decision that today's code makes otherwise."""
+
+    request_id: str
+    what: str
+    recorded: Any
+    now: Any
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What came of it."""
+
+    name: str
+    requests: int = 0
+    checked: Counter[str] = field(default_factory=Counter)
+    """Decisions that came out the same or not, by what was decided."""
+    undetermined: dict[str, Counter[str]] = field(default_factory=dict)
+    """Those that could not be made again, by what and why."""
+    deviations: list[Deviation] = field(default_factory=list)
+    different: int = 0
+
+    def check(self, request_id: str, what: str, recorded: Any, now: Any) -> None:
+        """Note a decision that was made again."""
+        self.checked[what] += 1
+        if recorded != now:
+            self.different += 1
+            if len(self.deviations) < KEPT:
+                self.deviations.append(Deviation(request_id, what, recorded, now))
+
+    def pass_over(self, what: str, why: str) -> None:
+        """Note a decision that cannot be made again."""
+        self.undetermined.setdefault(what, Counter())[why] += 1
+
+
+def replay(source: Source, watch: Callable[[int], None] = lambda done: None) -> Replayed:
+    """Make every decision of a run again. Raises `Unusable` where nothing is recorded."""
+    run = _Run(source)
+    lines = Lines(source)
+    for number, (segment, offset, record) in enumerate(lines):
+        run.note(Place(segment, offset), record)
+        if not number % TOLD_EVERY:
+            watch(lines.read)
+    watch(lines.read)
+    run.gaps |= bool(lines.torn)
+    if not run.found.requests:
+        raise Unusable(f"{source.name}: holds no request")
+    run.indices()
+    return run.found
+
+
+class _Run:
+    """A run while it is read."""
+
+    def __init__(self, source: Source) -> None:
+        self.found = Replayed(source.name)
+        self.gaps = False
+        self._deciding = source.deciding
+        self._seeds: dict[str, int] = {}
+        self._engines: dict[str, str] = {}
+        """Pool → the kind of its engine."""
+        self._keys: dict[str, set[str]] = {}
+        """Pool → what its routing may have hashed, as far as all its choices fit."""
+        self._events = Sorter()
+        self._claims: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+        self._spans: dict[int, tuple[float, float]] = {}
+
+    def note(self, place: Place, record: dict[str, Any]) -> None:
+        """Take in a record; decisions that it tells of whole are made again at once."""
+        match record.get("event"):
+            case "opened":
+                self._opened(place, record)
+            case "complete":
+                self._event(place, record, ("complete", record["index"]))
+            case "closed":
+                self._closed(place, record)
+            case "session" if record.get("seed") is not None:
+                self._seeds[record["session"]] = record["seed"]
+            case "gap":
+                self.gaps = True
+            case "fleet" if isinstance(engine := (record.get("facts") or {}).get("engine"), str):
+                self._engines[record["pool"]] = engine
+
+    def _opened(self, place: Place, record: dict[str, Any]) -> None:
+        if any(record.get(name) is None for name in _NEEDED):
+            self.found.pass_over("request", "its record lacks what decisions follow from")
+            return
+        self.found.requests += 1
+        self._clock(place.segment, record.get("time"))
+        self._claims.setdefault(_key(record), []).append(record)
+        told = [record.get(name) for name in ("digest", "content", "key", "repeat", "request_id")]
+        self._event(place, record, ("opened", record["index"], record["order"], *told))
+        self._digests(record)
+        request_id = ids.request_id(record["identity"], record["index"], record.get("ordinal") or 0)
+        self.found.check(request_id, "request id", record["request_id"], request_id)
+        self._seed(record)
+
+    def _closed(self, place: Place, record: dict[str, Any]) -> None:
+        self._clock(place.segment, record.get("time"))
+        self._event(place, record, ("closed", record["index"], record.get("used", False)))
+        claims = self._claims.get(_key(record))
+        if claims is not None:
+            self._replica(claims.pop(0), record)
+            if not claims:
+                del self._claims[_key(record)]
+
+    # --- what is asked
+    def _digests(self, record: dict[str, Any]) -> None:
+        check, request_id, route = self.found.check, record["request_id"], record["route"]
+        content = record.get("content")
+        body = asked(record)
+        if body is not None:
+            check(request_id, "digest", record["digest"], canonical.raw(route, body).hex())
+            if content is not None:
+                check(request_id, "content digest", content, canonical.content(Document(body), route))
+        if record["order"] == "content":
+            if content is None:
+                self.found.pass_over("identity", "no content digest was recorded")
+            else:
+                base = base_of(record["identity"], "content")
+                check(request_id, "identity", record["identity"], f"{base}/{content[:16]}")
+
+    # --- seed
+    def _seed(self, record: dict[str, Any]) -> None:
+        source = record["seed_source"]
+        if record["seed"] is None and source == "none":
+            return
+        if not self._deciding:
+            self.found.pass_over("seed", NO_SEED)
+            return
+        decided = self._planned(record)
+        if decided is not None:
+            now = (decided.seed, decided.seed_source)
+            self.found.check(record["request_id"], "seed", (record["seed"], source), now)
+        elif source == "client":
+            self.found.pass_over("seed", CLIENTS)
+        elif self._deciding.get("client_seed") == "mix":
+            self.found.pass_over("seed", MIXED)
+        else:
+            self.found.check(record["request_id"], "seed", record["seed"], self._derived(record))
+
+    def _derived(self, record: dict[str, Any]) -> int | None:
+        scheme = record["scheme"]
+        if scheme not in schemes.names():
+            return None
+        return schemes.load(scheme).seed(
+            self._master(record), record["identity"], record["index"], record.get("member")
+        )
+
+    def _planned(self, record: dict[str, Any]) -> plan.Plan | None:
+        """The whole plan, from the body; None where that or the engine is not known."""
+        body, handling = asked(record), self._handling(record)
+        if body is None or handling is None or record["scheme"] not in schemes.names():
+            return None
+        try:
+            wish = plan.read_wish(handling, Document(body))
+        except (Malformed, CallerFault):
+            return None
+        return plan.make(
+            handling,
+            wish,
+            scheme=schemes.load(record["scheme"]),
+            master=self._master(record),
+            mix=self._deciding.get("client_seed") == "mix",
+            identity=record["identity"],
+            index=record["index"],
+            ordinal=record.get("ordinal") or 0,
+            member=record.get("member"),
+        )
+
+    def _handling(self, record: dict[str, Any]) -> Handling | None:
+        engine = self._engines.get(record["pool"])
+        return engines.load(engine).ROUTES.get(record["route"]) if engine in engines.names() else None
+
+    def _master(self, record: dict[str, Any]) -> int:
+        return int(self._seeds.get(record["session"], self._deciding["seed"]))
+
+    # --- replica
+    def _replica(self, opened: dict[str, Any], closed: dict[str, Any]) -> None:
+        candidates = closed.get("candidates") or []
+        if not candidates or not closed.get("replicas"):
+            self.found.pass_over("replica", UNSENT)
+        elif closed.get("sticky"):
+            self.found.pass_over("replica", KEPT_ELSEWHERE)
+        elif closed.get("loads") is None and len(candidates) == 1:
+            self.found.pass_over("replica", ALONE)
+        else:
+            self._choice(opened, closed, candidates)
+
+    def _choice(self, opened: dict[str, Any], closed: dict[str, Any], candidates: list[str]) -> None:
+        """A choice follows from the key, the loads and the names. The key is the request id, or the session's identity.
+
+        Which one, and the slack, are settings that are not recorded: one of each must fit, the key for all choices of
+        a pool.
+        """
+        loads = closed.get("loads") or dict.fromkeys(candidates, 0)
+        slack = max(loads.get(name, 0) for name in candidates) - min(loads.values())
+        keys = {"request": opened["request_id"], "session": base_of(opened["identity"], opened["order"])}
+        ranked = {name: routing.ranked(key, loads, slack) for name, key in keys.items()}
+        possible = self._keys.setdefault(opened["pool"], set(keys))
+        fit = {name for name in possible if ranked[name] == candidates}
+        self.found.check(opened["request_id"], "replica", candidates, candidates if fit else ranked[min(possible)])
+        if fit:
+            possible &= fit
+
+    # --- index
+    def indices(self) -> None:
+        """Issue every index again, counter by counter, in the order in which they were claimed."""
+        why = GAPS if self.gaps else SEVERAL if self._overlap() else None
+        if why is not None:
+            for _ in range(self.found.requests):
+                self.found.pass_over("index", why)
+            return
+        sessions = groupby(map(_unpacked, self._events), key=lambda event: event[0])
+        for _, events in sessions:
+            session = Session()
+            for identity, own in groupby(events, key=lambda event: event[1]):
+                self._counter(Scope(identity, session), (event for *_, event in own))
+
+    def _counter(self, scope: Scope, events: Iterator[list[Any]]) -> None:
+        open_claims: Counter[int] = Counter()
+        lost = False
+        for what, index, *told in events:
+            if lost:
+                if what == "opened":
+                    self.found.pass_over("index", "an earlier one of its counter is another now")
+            elif what == "opened":
+                lost = not self._claim(scope, index, *told)
+                open_claims[index] += 1
+            elif what == "complete":
+                open_claims[index] -= 1
+                scope.complete(index)
+            else:
+                if open_claims[index] > 0:
+                    open_claims[index] -= 1
+                    scope.complete(index)
+                scope.settle(index, used=told[0])
+
+    def _claim(self, scope: Scope, index: int, order: str, digest: str, content: str | None, key: str | None,
+               repeat: int, request_id: str) -> bool:  # fmt: skip
+        """Claim an index anew. False: the counter gives another now."""
+        bound = order == "client" or key is not None
+        ask = Ask(
+            cast(Kind, order),
+            bytes.fromhex(digest),
+            content if bound else None,
+            index if order == "client" else None,
+            key,
+            repeat or 0,
+        )
+        if repeat:
+            self.found.pass_over("index", WAITED)
+            scope.restore(ask, index, raced=False)
+            return True
+        try:
+            claim = scope.claim(ask, final=True)
+        except Conflict as conflict:
+            self.found.check(request_id, "index", index, conflict.code)
+            return False
+        now = claim.index if isinstance(claim, Claim) else None
+        self.found.check(request_id, "index", index, now)
+        return now == index
+
+    def _event(self, place: Place, record: dict[str, Any], told: tuple[Any, ...]) -> None:
+        session, identity = record["session"], record["identity"]
+        key = sortable(session) + sortable(identity) + b"%08d%020d" % (place.segment, place.offset)
+        event = orjson.dumps((session, identity, told))
+        self._events.add(b"%b%b%b" % (key, event, len(event).to_bytes(4)))
+
+    def _clock(self, segment: int, time: float | None) -> None:
+        if time is not None:
+            first, last = self._spans.get(segment, (time, time))
+            self._spans[segment] = (min(first, time), max(last, time))
+
+    def _overlap(self) -> bool:
+        """Whether two gateways wrote at the same time."""
+        spans = sorted(self._spans.values())
+        return any(before[1] > after[0] for before, after in pairwise(spans))
+
+
+_NEEDED = ("session", "identity", "index", "order", "digest", "request_id", "route", "seed_source")
+
+
+def _key(record: dict[str, Any]) -> tuple[str, str, int]:
+    return record["session"], record["identity"], record["index"]
+
+
+def _unpacked(item: bytes) -> tuple[str, str, list[Any]]:
+    length = int.from_bytes(item[-4:])
+    session, identity, told = orjson.loads(item[-4 - length : -4])
+    return session, identity, told
