@@ -107,11 +107,10 @@ def judge(pool: Pool, told: Mapping[str, Told]) -> list[Finding]:
     found = [replace(finding, pool=pool.name) for finding in pools.findings(pool, told)]
     for name, each in told.items():
         case = Case(pool, each)
-        found += (
-            replace(finding, pool=pool.name, replica=name)
-            for source in (replicas, rules)
-            for finding in source.findings(case)
-        )
+        of_one = list(replicas.findings(case))
+        if not any(finding.id == "engine-other" for finding in of_one):
+            of_one += rules.findings(case)
+        found += (replace(finding, pool=pool.name, replica=name) for finding in of_one)
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 
 

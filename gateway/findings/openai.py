@@ -8,14 +8,13 @@ from gateway.findings import Case, Finding
 
 
 def findings(case: Case) -> Iterator[Finding]:
-    if not case.generates or case.pool.deterministic == "declared" or case.told.verified:
-        return
+    trusted = not case.generates or case.pool.deterministic == "declared" or case.told.verified
     yield Finding(
         "unverified",
-        "warning",
-        "does not tell whether it is deterministic",
+        "fatal",
+        "is of an engine of which only the field for the seed is known",
         "equal requests with equal seeds may have different answers",
         sure="unknown",
-        mend="detgate verify, or deterministic: declared",
-        reason="unverified",
+        mend="engine: vllm or sglang, if it is one; else profile: balanced, after detgate verify",
+        reason=None if trusted else "unverified",
     )
