@@ -18,6 +18,7 @@ from gateway import engines, schemes
 from gateway.core import canonical, ids, plan, routing
 from gateway.core.document import Document, Malformed
 from gateway.core.errors import CallerFault, Conflict
+from gateway.core.identity import ANONYMOUS
 from gateway.core.indexing import Ask, Claim, Kind, Scope, Session
 from gateway.core.types import Handling
 from gateway.evidence.bodies import asked
@@ -34,7 +35,8 @@ WAITED = "a repeat whose turn depends on when it waited"
 NO_SEED = "no run.json beside the records, so the master seed is not known"
 CLIENTS = "a client's seed, and no body was kept"
 MIXED = "a client's seed may be mixed in, and no body was kept"
-ALONE = "one candidate alone"
+AWAY = "its home was down"
+NO_NAMES = "no run.json beside the records, so the pool's replicas are not known"
 UNSENT = "never sent"
 KEPT_ELSEWHERE = "the session's first replica was kept"
 
@@ -99,6 +101,8 @@ class _Run:
         self.gaps = False
         self._deciding = source.deciding
         self._seeds: dict[str, int] = {}
+        self._names = {pool: list(names) for pool, names in (self._deciding.get("pools") or {}).items()}
+        """Pool → its replicas that are not drained."""
         self._engines: dict[str, str] = {}
         """Pool → the kind of its engine."""
         self._keys: dict[str, set[str]] = {}
@@ -120,8 +124,16 @@ class _Run:
                 self._seeds[record["session"]] = record["seed"]
             case "gap":
                 self.gaps = True
-            case "fleet" if isinstance(engine := (record.get("facts") or {}).get("engine"), str):
-                self._engines[record["pool"]] = engine
+            case "fleet":
+                self._fleet(record)
+
+    def _fleet(self, record: dict[str, Any]) -> None:
+        """A change of a pool, or what one of its replicas says of itself."""
+        engine = (record.get("facts") or {}).get("engine")
+        if isinstance(engine, str):
+            self._engines[record["pool"]] = engine
+        if isinstance(names := record.get("replicas"), list):
+            self._names[record["pool"]] = names
 
     def _opened(self, place: Place, record: dict[str, Any]) -> None:
         if any(record.get(name) is None for name in _NEEDED):
@@ -224,24 +236,38 @@ class _Run:
             self.found.pass_over("replica", UNSENT)
         elif closed.get("sticky"):
             self.found.pass_over("replica", KEPT_ELSEWHERE)
-        elif closed.get("loads") is None and len(candidates) == 1:
-            self.found.pass_over("replica", ALONE)
+        elif closed.get("loads") is None:
+            self._at_home(opened, closed, candidates)
         else:
-            self._choice(opened, closed, candidates)
+            self._choice(opened, closed["loads"], candidates)
 
-    def _choice(self, opened: dict[str, Any], closed: dict[str, Any], candidates: list[str]) -> None:
-        """A choice follows from the key, the loads and the names. The key is the request id, or the session's identity.
+    def _at_home(self, opened: dict[str, Any], closed: dict[str, Any], candidates: list[str]) -> None:
+        """With `slack: inf` a key has a home, whatever the loads; unless that was down, it was sent there."""
+        names = self._names.get(opened["pool"])
+        if "home-down" in (closed.get("flags") or []):
+            self.found.pass_over("replica", AWAY)
+        elif not names:
+            self.found.pass_over("replica", NO_NAMES)
+        elif len(candidates) > 1:
+            self._choice(opened, dict.fromkeys(candidates, 0), candidates)
+        else:
+            self._fits(opened, candidates, lambda key: [routing.best(key, names)])
 
-        Which one, and the slack, are settings that are not recorded: one of each must fit, the key for all choices of
-        a pool.
-        """
-        loads = closed.get("loads") or dict.fromkeys(candidates, 0)
+    def _choice(self, opened: dict[str, Any], loads: dict[str, int], candidates: list[str]) -> None:
+        """A choice follows from the key, the loads and the slack, of which the least that fits is taken."""
         slack = max(loads.get(name, 0) for name in candidates) - min(loads.values())
-        keys = {"request": opened["request_id"], "session": base_of(opened["identity"], opened["order"])}
-        ranked = {name: routing.ranked(key, loads, slack) for name, key in keys.items()}
+        self._fits(opened, candidates, lambda key: routing.ranked(key, loads, slack))
+
+    def _fits(self, opened: dict[str, Any], recorded: list[str], ranked: Callable[[str], list[str]]) -> None:
+        """The key is the request id, or in a named session its identity: one of them, for all choices of a pool."""
+        identity = base_of(opened["identity"], opened["order"])
+        keys = {"request": opened["request_id"], "session": identity}
+        if identity == ANONYMOUS:
+            self.found.check(opened["request_id"], "replica", recorded, ranked(opened["request_id"]))
+            return
         possible = self._keys.setdefault(opened["pool"], set(keys))
-        fit = {name for name in possible if ranked[name] == candidates}
-        self.found.check(opened["request_id"], "replica", candidates, candidates if fit else ranked[min(possible)])
+        fit = {name for name in possible if ranked(keys[name]) == recorded}
+        self.found.check(opened["request_id"], "replica", recorded, recorded if fit else ranked(keys[min(possible)]))
         if fit:
             possible &= fit
 

@@ -1,0 +1,146 @@
+"""Recorded decisions made again: the golden ledgers of every release come out the same, and a change is seen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway import __version__, schemes
+from gateway.cli import main
+from gateway.core import canonical, ids, indexing, routing
+from tests.golden.make import FOLDER
+
+Capture = pytest.CaptureFixture[str]
+
+GOLDEN = sorted(file.parent for file in FOLDER.glob("*/*/run.json"))
+BALANCED = FOLDER / "0.1.0" / "balanced"
+
+
+def replay(capsys: Capture, recorded: Path) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    status = main(["replay", "plans", str(recorded), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("run", GOLDEN, ids=lambda run: str(run.relative_to(FOLDER)))
+def test_golden_ledgers_come_out_the_same(run: Path, capsys: Capture) -> None:
+    status, found = replay(capsys, run)
+    assert (status, found["equal"], found["differences"]) == (0, True, [])
+    requests = found["compared"]
+    assert found["checked"]["request id"] == found["checked"]["digest"] == requests
+    for what in ("seed", "index", "replica"):
+        assert found["checked"][what] >= requests * 0.4, what
+
+
+def test_every_release_keeps_its_ledgers() -> None:
+    assert (FOLDER / __version__).is_dir(), "run: python -m tests.golden.make"
+
+
+def test_golden_ledgers_use_all_that_decides() -> None:
+    records = [
+        json.loads(line) for run in GOLDEN for file in run.glob("*.jsonl") for line in file.read_text().splitlines()
+    ]
+    opened = [record for record in records if record["event"] == "opened"]
+    closed = [record for record in records if record["event"] == "closed"]
+    assert {record["scheme"] for record in opened} == set(schemes.names())
+    assert {record["order"] for record in opened} == {"arrival", "content", "client"}
+    assert {record["seed_source"] for record in opened} == {"derived", "client", "none"}
+    assert any(record["racing"] for record in closed)
+    assert any(record["repeat"] for record in opened)
+    assert any(record["key"] for record in opened)
+    assert any(record["member"] for record in opened)
+    assert any(record["ordinal"] for record in opened)
+    assert any(record["n"] > 1 for record in opened)
+    assert any(len({each["replica"] for each in record["attempts"]}) > 1 for record in closed)
+    assert any(record["outcome"] == "failed" and not record["used"] for record in closed)
+    assert any(record["sticky"] for record in closed)
+    assert {record["outcome"] for record in closed} >= {"delivered", "abandoned"}
+
+
+def _other_seed(master: int, identity: str, index: int, member: int | None) -> int:
+    return schemes.load("areal").seed(master, identity, index, member)
+
+
+class _Forgetful(indexing.Scope):
+    """What is released is never taken again."""
+
+    def settle(self, index: int, *, used: bool) -> bool:
+        return super().settle(index, used=True)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "changed", "what"),
+    [
+        (schemes.load("v1"), "seed", _other_seed, {"seed"}),
+        (ids, "request_id", lambda identity, index, ordinal=0: f"{identity}:{index}", {"request id"}),
+        (routing, "_score", lambda keyed, name: name.encode(), {"replica"}),
+        (canonical, "content", lambda document, route: "0" * 32, {"content digest"}),
+        (canonical, "raw", lambda route, body: bytes(16), {"digest"}),
+    ],
+)
+def test_a_change_is_seen(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, place: Any, name: str, changed: Any, what: set[str]
+) -> None:
+    monkeypatch.setattr(place, name, changed)
+    status, found = replay(capsys, BALANCED)
+    assert (status, found["equal"]) == (1, False)
+    assert {each["what"] for each in found["differences"]} == what
+
+
+def test_another_rule_for_indices_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr("gateway.evidence.replay_plans.Scope", _Forgetful)
+    status, found = replay(capsys, BALANCED)
+    assert status == 1
+    assert {each["what"] for each in found["differences"]} == {"index"}
+
+
+def altered(tmp_path: Path, event: str, **changes: Any) -> Path:
+    """The golden ledger with one record forged: the first that has other values there."""
+    copy = tmp_path / "balanced"
+    shutil.copytree(BALANCED, copy)
+    [file] = copy.glob("*.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    one = next(each for each in records if each["event"] == event and all(each[name] is not None for name in changes))
+    one.update(changes)
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("event", "changes", "what"),
+    [
+        ("opened", {"seed": 5}, "seed"),
+        ("opened", {"request_id": "17:3:9"}, "request id"),
+        ("opened", {"content": "0" * 32}, "content digest"),
+        ("closed", {"candidates": ["policy-2", "policy-0", "policy-1"]}, "replica"),
+    ],
+)
+def test_a_forged_record_is_named(
+    tmp_path: Path, capsys: Capture, event: str, changes: dict[str, Any], what: str
+) -> None:
+    status, found = replay(capsys, altered(tmp_path, event, **changes))
+    assert status == 1
+    assert what in {each["what"] for each in found["differences"]}
+
+
+def test_what_the_ledger_does_not_tell_is_undetermined(tmp_path: Path, capsys: Capture) -> None:
+    [file] = BALANCED.glob("*.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    for record in records:
+        for name in ("request_body", "candidates"):
+            record.pop(name, None)
+    records.insert(3, {"event": "gap", "run": "balanced", "missing": 1})
+    (tmp_path / "alone.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    status, found = replay(capsys, tmp_path / "alone.jsonl")
+    assert status == 0
+    assert set(found["undetermined"]) == {"seed", "index", "replica"}
+    assert set(found["undetermined"]["index"]) == {"the ledger has gaps"}
+
+
+def test_a_folder_without_records_is_unusable(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["replay", "plans", str(tmp_path)]) == 2
+    assert "no *.jsonl" in capsys.readouterr().err
