@@ -26,11 +26,17 @@ KEPT_ERRORS = frozenset((400, 413, 422))
 class Client(Protocol):
     """The way back to whoever asked. Each carrier gives one."""
 
-    started: bool
-    """A byte of the answer has left."""
-    response_complete: bool
-    disconnected: bool
-    """The client has left."""
+    @property
+    def started(self) -> bool:
+        """A byte of the answer has left."""
+
+    @property
+    def response_complete(self) -> bool: ...
+
+    @property
+    def disconnected(self) -> bool:
+        """The client has left."""
+
     on_pause: Callable[[], None] | None
     on_resume: Callable[[], None] | None
 
@@ -105,6 +111,8 @@ async def _whole(asking: Asking, sending: Sending) -> None:
     exchange, answer, client = sending.exchange, asking.answer, asking.client
     body, status = exchange.body, exchange.status
     sending.end()
+    if status < 400:
+        answer.observed = sse.observe(body, asking.api, asking.handling.kind)
     await _complete(asking)
     headers = exchange.headers
     if status >= 400:
@@ -113,8 +121,6 @@ async def _whole(asking: Asking, sending: Sending) -> None:
             body = shaped
             headers = [field for field in headers if field[0] != b"content-type"]
             headers.append((b"content-type", b"application/json"))
-    else:
-        answer.observed = sse.observe(body, asking.api, asking.handling.kind)
     client.reply(status, asking.head(sending, headers), body)
     answer.delivered = await client.flushed() and answered(status, answer.observed, unwanted=sending.unwanted)
 
@@ -143,6 +149,7 @@ async def _stream(asking: Asking, sending: Sending) -> None:
         await sending.pipe(forward)
         if exchange.complete:
             sending.end()
+        observed = answer.observed = observer.result()
         await _complete(asking)
         if held:
             client.write(held)
@@ -153,7 +160,6 @@ async def _stream(asking: Asking, sending: Sending) -> None:
         answer.observed = observer.result()
         _break(asking, f"Replica {sending.replica.name} broke in mid-stream: {error.reason}.")
         return
-    observed = answer.observed = observer.result()
     if not observed.ended and observed.error is None and asking.handling.kind == "sample":
         _break(asking, f"Replica {sending.replica.name} ended the stream before the answer was whole.")
         return
@@ -257,16 +263,17 @@ class _Merger:
     async def finish(self) -> None:
         """All calls were answered."""
         asking, client, answer = self.asking, self.asking.client, self.asking.answer
-        await _complete(asking)
         if self._stream is None:
             body = merge.merge(asking.handling.merge or "", asking.document, asking.calls, self._bodies)
             answer.observed = sse.observe(body, asking.api, asking.handling.kind)
+            await _complete(asking)
             first = self.sendings[0]
             client.reply(first.exchange.status, asking.head(first, first.exchange.headers), body)
         else:
             last = self._stream.finish()
             self._observer.feed(last)
             observed = answer.observed = self._observer.result()
+            await _complete(asking)
             if not observed.ended and observed.error is None:
                 _break(asking, "A replica ended its stream before the answer was whole.")
                 return

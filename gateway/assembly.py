@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from gateway import control
+from gateway import control, stores
 from gateway.carriers.asgi import Application, DataPlane
 from gateway.changes import Changes
 from gateway.fleet import Fleet
@@ -14,10 +14,9 @@ from gateway.health import Health
 from gateway.pipeline import Pipeline
 from gateway.runs import Runs
 from gateway.sessions import Sessions
-from gateway.settings import InvalidSettings, Settings
+from gateway.settings import Settings
 from gateway.siblings import Alone, Siblings
 from gateway.silence import Silence
-from gateway.stores.memory import MemoryStore
 from gateway.tasks import start, stop
 from gateway.telemetry import Telemetry
 
@@ -26,17 +25,15 @@ class Gateway:
     """All of it. Carriers need `owns`, `serve` and the bounds; servers need `application` and `running`."""
 
     def __init__(self, settings: Settings, *, resume: bool = False, new_run: bool = False) -> None:
-        if settings.state != "memory":
-            raise InvalidSettings(["state: memory is the only store there is yet"])
         self.settings = settings
         self.telemetry = Telemetry()
         self.fleet = Fleet(settings)
-        store = self._store = MemoryStore()
+        store = self._store = stores.build(settings, self.telemetry.store_errors.add)
         self.sessions = Sessions(settings, store)
         self.runs = Runs(settings, store, self.sessions, self.telemetry.ledger_errors.add, resume=resume, new=new_run)
         self.run = self.runs.own.name
         self.pipeline = Pipeline(settings, self.runs, self.sessions, self.fleet, store, self.telemetry)
-        self.health = Health(settings, self.fleet)
+        self.health = Health(settings, self.fleet, lambda *told: self.changes.note(*told))
         self.changes = Changes(self.run, self.fleet, self.health, self.runs.own.ledger)
         self.siblings: Siblings = Alone(self.changes)
         self.silence = Silence(settings.timeouts, self.pipeline.dispatcher)
@@ -73,6 +70,7 @@ class Gateway:
     async def running(self) -> AsyncIterator[None]:
         """Probe while it serves; its runs are ended cleanly afterwards."""
         tasks = (
+            start(self._store.run(), "store"),
             start(self.health.run(), "health"),
             start(self.silence.run(), "silence"),
             start(self.sessions.run(), "sessions"),
@@ -80,6 +78,7 @@ class Gateway:
         try:
             yield
         finally:
+            await self._store.stop()
             await stop(*tasks)
             for replica in self.fleet.replicas:
                 replica.connections.close()
@@ -100,8 +99,12 @@ class Gateway:
         def sessions() -> Iterable[tuple[tuple[str, ...], float]]:
             return (((), self.sessions.live),)
 
+        def scopes() -> Iterable[tuple[tuple[str, ...], float]]:
+            return (((), self._store.scopes),)
+
         add = self.telemetry.gauge
         add("detgate_in_flight", "Requests on their way to a replica or in it.", replica_labels, loads)
         add("detgate_replica_up", "1 while a replica answers its probes.", replica_labels, ups, "min")
         add("detgate_lane_waiting", "Requests that wait in lanes.", ("pool",), waiting)
+        add("detgate_scopes", "Counters in memory.", (), scopes)
         add("detgate_sessions", "Sessions that were created and have not ended.", (), sessions, "max")

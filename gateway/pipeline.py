@@ -14,6 +14,7 @@ import structlog
 
 from gateway import orders, schemes
 from gateway.answers import Asking, Client, break_stream, relay
+from gateway.bodies import Heard
 from gateway.core import canonical, fields, identity, plan, shapes
 from gateway.core.document import Document
 from gateway.core.errors import Busy, Fault
@@ -67,6 +68,7 @@ class Pipeline:
         self._serving = 0
         self._guards = Guards(settings.guards, telemetry)
         self._off = settings.profile == "off"
+        self._bodies = settings.ledger.body_bytes if settings.ledger.bodies else 0
         self._scheme = schemes.load(settings.scheme)
         self._strict = settings.profile == "strict"
 
@@ -92,6 +94,8 @@ class Pipeline:
 
     async def _walk(self, request: Request, client: Client) -> None:
         work = Work(asyncio.get_running_loop().time())
+        if self._bodies:
+            client = work.heard = Heard(client, self._bodies)
         try:
             location = identity.locate(request.path)
             work.api = API_OF.get(location.route, "openai")
@@ -135,6 +139,8 @@ class Pipeline:
         if self._off or handling.kind not in ("sample", "score"):
             return
         work.run = self._runs.find(asked.run)
+        if work.run.ledger.broken:
+            work.run.ledger.check()
         order, number = caller.order, caller.number
         if handling.kind == "score":
             order, number = "content", None
@@ -151,6 +157,9 @@ class Pipeline:
             exclusive=self._strict,
         )
         work.ask = ask
+        if canonical.varies(document):
+            content()
+        work.content = content.value
         work.claim = await self.store.claim(work.scope, ask, self.settings.timeouts.settle)
 
     # --- seed and rewrite: what follows from the index, by pure functions alone.
@@ -251,9 +260,10 @@ class Once:
 
     def __init__(self, compute: Callable[[], str]) -> None:
         self._compute = compute
-        self._value: str | None = None
+        self.value: str | None = None
+        """None: it was not asked for yet."""
 
     def __call__(self) -> str:
-        if self._value is None:
-            self._value = self._compute()
-        return self._value
+        if self.value is None:
+            self.value = self._compute()
+        return self.value

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
 
 import structlog
 
 from gateway.answers import answered
+from gateway.bodies import kept
 from gateway.core import plan
 from gateway.core.errors import StoreFault, UpstreamFault
+from gateway.core.indexing import Claim
+from gateway.runs import Run
 from gateway.sessions import Interaction, Sessions
 from gateway.settings import Settings
-from gateway.stores import Store
+from gateway.stores import ScopeKey, Store
 from gateway.telemetry import Telemetry
 from gateway.work import Asked, Work
 
 log = structlog.get_logger("detgate.request")
+
+UNRECORDED = "unrecorded"
+"""The ledger could not be written, and `ledger.on_error` lets requests go on."""
 
 
 class Record:
@@ -27,6 +36,8 @@ class Record:
         self._store = store
         self._telemetry = telemetry
         self._debug = settings.log.level == "debug"
+        self._config = settings.digest()
+        self._bodies = settings.ledger.body_bytes if settings.ledger.bodies else 0
 
     def opened(self, work: Work, asked: Asked, decided: plan.Plan) -> None:
         """Write what was claimed and decided. Raises `LedgerFault`: then the request must not go on."""
@@ -34,34 +45,43 @@ class Record:
         assert work.scope is not None
         assert work.ask is not None
         caller = asked.caller
-        run = work.run
+        run, document = work.run, asked.document
         assert run is not None
-        run.ledger.opened(
-            {
-                "event": "opened",
-                "run": work.scope.run,
-                "epoch": run.epoch,
-                "session": work.scope.session,
-                "identity": work.scope.identity,
-                "ordinal": caller.ordinal,
-                "index": decided.index,
-                "group": caller.group,
-                "member": caller.member,
-                "order": work.ask.kind,
-                "digest": work.ask.raw.hex(),
-                "content": work.ask.content,
-                "key": caller.key,
-                "repeat": work.ask.repeat,
-                "seed": decided.seed,
-                "seed_source": decided.seed_source,
-                "scheme": self._settings.scheme,
-                "request_id": decided.request_id,
-                "route": asked.route,
-                "kind": asked.handling.kind,
-                "pool": asked.pool.name,
-                "flags": work.claim.flags,
-            }
-        )
+        model = document.value.get("model")
+        record = {
+            "event": "opened",
+            "time": time.time(),
+            "run": work.scope.run,
+            "epoch": max(run.epoch, work.claim.epoch),
+            "gateway": self._store.gateway,
+            "session": work.scope.session,
+            "identity": work.scope.identity,
+            "ordinal": caller.ordinal,
+            "index": decided.index,
+            "group": caller.group,
+            "member": caller.member,
+            "order": work.ask.kind,
+            "digest": work.ask.raw.hex(),
+            "content": work.content,
+            "key": caller.key,
+            "repeat": work.ask.repeat,
+            "seed": decided.seed,
+            "seed_source": decided.seed_source,
+            "scheme": self._settings.scheme,
+            "request_id": decided.request_id,
+            "route": asked.route,
+            "kind": asked.handling.kind,
+            "pool": asked.pool.name,
+            "model": model if isinstance(model, str) else None,
+            "stream": document.value.get("stream") is True,
+            "n": asked.wish.samples,
+            "config": self._config,
+            "flags": work.claim.flags,
+        }
+        if self._bodies:
+            record |= kept("request", document.raw[: self._bodies], len(document.raw), self._bodies)
+        if not run.ledger.claimed(record):
+            work.claim = work.claim._replace(flags=(*work.claim.flags, UNRECORDED))
         if asked.session is not None:
             work.session = asked.session
             interaction = None
@@ -70,10 +90,16 @@ class Record:
             work.interaction = self._sessions.enter(asked.session, interaction)
 
     async def complete(self, work: Work) -> None:
-        """The answer has ended: the request races no more."""
-        if work.claim is not None and work.scope is not None and not work.completed:
-            work.completed = True
-            work.raced = await self._store.complete(work.scope, work.claim.index)
+        """The answer has ended: the request races no more. If it is good, its index is used, whatever happens next."""
+        if work.claim is None or work.scope is None or work.completed:
+            return
+        if _whole(work) and (run := _recorded(work)) is not None:
+            run.ledger.complete({"event": "complete", **_names(work.scope, work.claim.index)})
+        await self._complete(work, work.scope, work.claim)
+
+    async def _complete(self, work: Work, scope: ScopeKey, claim: Claim) -> None:
+        work.completed = True
+        work.raced = await self._store.complete(scope, claim.index)
 
     async def closed(self, work: Work, *, started: bool) -> None:
         """The request is over. `started`: bytes of an answer had reached the client."""
@@ -85,10 +111,11 @@ class Record:
             self._sessions.leave(work.session, trouble, work.interaction, answer_id)
         if work.claim is not None and work.scope is not None:
             used = answer.delivered or (started and _good_so_far(work))
-            await self.complete(work)
+            if not work.completed:
+                await self._complete(work, work.scope, work.claim)
             await self._store.settle(work.scope, work.claim.index, used=used)
-            if work.plan is not None:
-                self._close_record(work, used, now)
+            if (run := _recorded(work)) is not None:
+                self._close_record(work, run, used, now)
         self._count(work)
         pool = asked.pool.name if asked is not None else ""
         route = asked.route if asked is not None else "unknown"
@@ -134,40 +161,53 @@ class Record:
             return work.fault.code
         return work.answer.error or (work.answer.observed.error if work.answer.observed else None)
 
-    def _close_record(self, work: Work, used: bool, now: float) -> None:
+    def _close_record(self, work: Work, run: Run, used: bool, now: float) -> None:
         assert work.scope is not None
         assert work.plan is not None
-        assert work.run is not None
+        assert work.asked is not None
         answer, job = work.answer, work.job
-        observed = answer.observed
-        work.run.ledger.closed(
-            {
-                "event": "closed",
-                "run": work.scope.run,
-                "session": work.scope.session,
-                "identity": work.scope.identity,
-                "index": work.plan.index,
-                "outcome": _outcome(work),
-                "used": used,
-                "racing": work.raced,
-                "status": answer.status or None,
-                "error": self._error(work),
-                "replica": job.replicas[-1] if job is not None and job.replicas else None,
-                "replicas": job.replicas if job is not None else [],
-                "loads": job.loads if job is not None else None,
-                "attempt": job.attempts if job is not None else 0,
-                "flags": job.flags if job is not None else [],
-                "sticky": job is not None and job.sticky,
-                "lane_wait": job.lane_wait if job is not None else 0.0,
-                "finish_reasons": observed.finish_reasons if observed is not None else None,
-                "usage": observed.usage if observed is not None else None,
-                "answer": observed.content if observed is not None else None,
-                "answer_id": observed.id if observed is not None else None,
-                "weight_version": observed.weight_version if observed is not None else None,
-                "first_byte_seconds": answer.first_byte_at - work.since if answer.first_byte_at else None,
-                "seconds": now - work.since,
+        record: dict[str, Any] = {
+            "event": "closed",
+            "time": time.time(),
+            **_names(work.scope, work.plan.index),
+            "outcome": _outcome(work),
+            "used": used,
+            "racing": work.raced,
+            "status": answer.status or None,
+            "error": self._error(work),
+        }
+        if job is None:
+            record |= _UNSENT
+        else:
+            replica = work.asked.pool.replicas.get(job.replicas[-1]) if job.replicas else None
+            record |= {
+                "replica": job.replicas[-1] if job.replicas else None,
+                "replicas": job.replicas,
+                "candidates": job.candidates,
+                "loads": job.loads,
+                "attempt": job.attempts,
+                "attempts": [{"replica": name, "outcome": ended} for name, ended in job.ended],
+                "engine": replica.fingerprint if replica is not None else None,
+                "flags": job.flags,
+                "sticky": job.sticky,
+                "lane_wait": job.lane_wait,
             }
-        )
+        observed = answer.observed
+        if observed is None:
+            record |= _UNSEEN
+        else:
+            record |= {
+                "finish_reasons": observed.finish_reasons,
+                "usage": None if observed.usage is None else counts(observed.usage),
+                "answer": observed.content,
+                "answer_id": observed.id,
+                "weight_version": observed.weight_version,
+            }
+        record["first_byte_seconds"] = round(answer.first_byte_at - work.since, 6) if answer.first_byte_at else None
+        record["seconds"] = round(now - work.since, 6)
+        if work.heard is not None:
+            record |= kept("answer", work.heard.body, work.heard.length, self._bodies)
+        run.ledger.closed(record)
 
     def _count(self, work: Work) -> None:
         if work.claim is None or work.asked is None:
@@ -189,6 +229,53 @@ def _outcome(work: Work) -> str:
     if answer.error is not None or answer.observed is not None or answer.status >= 400:
         return "failed"
     return "abandoned"
+
+
+_UNSENT: dict[str, Any] = {
+    "replica": None,
+    "replicas": [],
+    "candidates": [],
+    "loads": None,
+    "attempt": 0,
+    "attempts": [],
+    "engine": None,
+    "flags": [],
+    "sticky": False,
+    "lane_wait": 0.0,
+}
+_UNSEEN: dict[str, Any] = dict.fromkeys(("finish_reasons", "usage", "answer", "answer_id", "weight_version"))
+"""What stands in a record where nothing was sent, or no answer was seen: every record has all columns."""
+
+
+def _names(scope: ScopeKey, index: int) -> dict[str, Any]:
+    return {"run": scope.run, "session": scope.session, "identity": scope.identity, "index": index}
+
+
+def _recorded(work: Work) -> Run | None:
+    """The run whose ledger has this request's claim; None: none has."""
+    if work.plan is None or work.claim is None or UNRECORDED in work.claim.flags:
+        return None
+    return work.run
+
+
+def counts(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an engine's usage are whole numbers, so that a column has one type whatever the engine says."""
+    told: dict[str, Any] = {}
+    for name, value in usage.items():
+        if type(value) is int:
+            told[name] = value
+        elif isinstance(value, Mapping):
+            told[name] = counts(value)
+    return told
+
+
+def _whole(work: Work) -> bool:
+    """Its answer came whole and is an answer, so that only the client's leaving could leave it undelivered."""
+    answer = work.answer
+    observed = answer.observed
+    if observed is not None and not observed.ended and work.asked is not None and work.asked.handling.kind == "sample":
+        return False
+    return answered(answer.status, observed)
 
 
 def _good_so_far(work: Work) -> bool:

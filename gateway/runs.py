@@ -10,6 +10,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,13 @@ from typing import Any
 import orjson
 
 from gateway.core.errors import Busy, NotFound
-from gateway.ledger.reader import Segments
-from gateway.ledger.writer import Ledger
+from gateway.ledger.reader import Segments, forget, unmarked
+from gateway.ledger.writer import Ledger, LedgerFault
 from gateway.sessions import Sessions
 from gateway.settings import InvalidSettings, Settings
-from gateway.stores.memory import MemoryStore
+from gateway.stores import Store
 
-OPEN, ENDED = "open", "ended"
+OPEN, ENDED, SHARED = "open", "ended", "shared"
 
 
 class RunBusy(Busy):
@@ -31,13 +32,16 @@ class RunBusy(Busy):
 
 
 class Run:
-    """One run that this process serves: its folder locked, its counters restored, its ledger open."""
+    """One run that this process serves: its folder locked, its counters restored, its ledger open.
+
+    Raises `RunBusy`, and `LedgerFault` where its folder cannot be written.
+    """
 
     def __init__(
         self,
         settings: Settings,
         name: str,
-        store: MemoryStore,
+        store: Store,
         sessions: Sessions,
         failed: Callable[[], None],
         *,
@@ -45,8 +49,7 @@ class Run:
     ) -> None:
         self.name = name
         self.folder = settings.ledger.path / name
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self.folder)
+        self._store = store
         known = _known(self.folder)
         self.resumed = bool(known)
         deciding = settings.deciding()
@@ -54,27 +57,59 @@ class Run:
             key for key, value in deciding.items() if known.get("deciding", deciding).get(key) != value
         )
         """Deciding settings that are not those the run began with: the process must not serve it."""
-        segments = Segments(self.folder)
-        lost = store.restore(name, sessions.restoring(name, segments))
-        self.epoch = int(known.get("epoch", 0)) + segments.gap
-        self.ledger = Ledger(self.folder / f"{time.time_ns()}-{os.getpid()}.jsonl", failed)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = None if store.shared else _locked(self.folder)
+            lost = self._restore(sessions)
+            self.ledger = Ledger(
+                self.folder,
+                name,
+                segment_bytes=settings.ledger.segment_bytes,
+                on_error=settings.ledger.on_error,
+                failed=failed,
+            )
+            self._about = {
+                "run": name,
+                "named": named,
+                "started": known.get("started") or time.time(),
+                "epoch": self.epoch,
+                "deciding": known.get("deciding", deciding),
+            }
+            self._write(SHARED if store.shared else OPEN)
+        except OSError as error:
+            raise LedgerFault(
+                f"The folder of run {name} cannot be written: {error.strerror}.", retry_after=5
+            ) from error
+        store.serve(name, self.folder, self.ledger)
         sessions.serve(name, self.ledger)
-        self._about = {
-            "run": name,
-            "named": named,
-            "started": known.get("started") or time.time(),
-            "epoch": self.epoch,
-            "deciding": known.get("deciding", deciding),
-        }
-        self._write(OPEN)
-        for record in lost:
-            self.ledger.closed(record)
+        self.ledger.opened(*lost)
+        if not store.shared:
+            forget(self.folder, but=self.ledger)
 
     def close(self) -> None:
-        """End it cleanly: nothing is in flight any more."""
-        self.ledger.close()
-        self._write(ENDED)
+        """End it cleanly: nothing is in flight any more. Where the ledger lacks something, it stays unclean."""
+        self._store.close(self.name)
+        whole = self.ledger.close()
+        if self._lock is None:
+            return
+        if whole:
+            with suppress(OSError):
+                self._write(ENDED)
         os.close(self._lock)
+
+    def _restore(self, sessions: Sessions) -> list[dict[str, Any]]:
+        """Read the ledger, unless others may be writing it. Gives what it must be told, before anything else: ends, and gaps that it does not know of."""
+        if self._store.shared:
+            self.epoch = 0
+            list(sessions.restoring(self.name, ()))
+            return []
+        segments = Segments(self.folder)
+        lost = self._store.restore(self.name, self.folder, sessions.restoring(self.name, segments))
+        gaps = [{"event": "gap", "run": self.name, "time": time.time(), "missing": None}] * unmarked(self.folder)
+        self.epoch = segments.gaps + len(gaps)
+        if self.epoch:
+            self._store.fence(self.name)
+        return gaps + lost
 
     def _write(self, state: str) -> None:
         partial = self.folder / "run.json.new"
@@ -88,7 +123,7 @@ class Runs:
     def __init__(
         self,
         settings: Settings,
-        store: MemoryStore,
+        store: Store,
         sessions: Sessions,
         failed: Callable[[], None],
         *,
@@ -100,7 +135,10 @@ class Runs:
         self._sessions = sessions
         self._failed = failed
         name = _chosen(settings, resume=resume, new=new)
-        self.own = Run(settings, name, store, sessions, failed, named=settings.run is not None)
+        try:
+            self.own = Run(settings, name, store, sessions, failed, named=settings.run is not None)
+        except LedgerFault as fault:
+            raise InvalidSettings([f"ledger.path: {fault.message}"]) from None
         self._open = {name: self.own}
 
     def find(self, name: str) -> Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gateway.answers import Answer
+from gateway.bodies import Heard
 from gateway.core import identity, plan
 from gateway.core.document import Document
 from gateway.core.errors import Fault
@@ -50,6 +51,10 @@ class Work:
     interaction: Interaction | None = None
     """What that session remembers of it."""
     ask: Ask | None = None
+    content: str | None = None
+    """Digest of its content, where it was taken."""
+    heard: Heard | None = None
+    """What was said to the client, where bodies are kept."""
     raced: bool = False
     """Another request raced with this one, as far as is known yet."""
     completed: bool = False

@@ -68,10 +68,11 @@ class Gate:
     """Ends when the server has drained and stopped."""
 
     def records(self) -> list[dict[str, Any]]:
-        """The ledger as it is now."""
+        """The ledger as it is now, but for marks that an answer is complete and what replicas tell of themselves."""
         self.gateway.runs.own.ledger.flush()
-        files = sorted(self.ledger.rglob("*.jsonl"))
-        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        lines = (line for file in sorted(self.ledger.rglob("*.jsonl")) for line in file.read_text().splitlines())
+        records = map(json.loads, lines)
+        return [each for each in records if each["event"] != "complete" and each.get("change") != "introduced"]
 
     def in_flight(self, replica: str) -> int:
         """The load of a replica, as the gateway counts it."""

@@ -292,8 +292,8 @@ async def test_what_cannot_be_rewarded_is_refused_and_not_recorded() -> None:
         assert (await gate.http.get("/sessions/a")).json()["reward"] is None
 
 
-async def test_a_ledger_that_cannot_be_written_leaves_the_reward_as_it_was() -> None:
-    async with gate_of() as (_, gate):
+async def test_a_ledger_that_cannot_be_written_leaves_the_reward_as_it_was(tmp_path: Path) -> None:
+    async with gate_of(ledger={"path": str(tmp_path), "on_error": "fail"}) as (_, gate):
         key = (await start(gate, "a"))["api_key"]
         await ask(gate, key)
         await post(gate, "/rl/set_reward", key, reward=1)
@@ -301,7 +301,7 @@ async def test_a_ledger_that_cannot_be_written_leaves_the_reward_as_it_was() -> 
         ledger._fd, good = os.open("/dev/full", os.O_WRONLY), ledger._fd
         try:
             answer = await post(gate, "/rl/set_reward", key, reward=2)
-            assert refused(answer) == (503, "ledger_unavailable")
+            assert refused(answer) == (503, "ledger_unwritable")
         finally:
             os.close(ledger._fd)
             ledger._fd = good

@@ -271,13 +271,13 @@ async def test_a_session_with_an_open_request_is_not_idle() -> None:
             assert (await running).status_code == 200
 
 
-async def test_a_ledger_that_cannot_be_written_creates_nothing() -> None:
-    async with gate_of() as (_, gate):
+async def test_a_ledger_that_cannot_be_written_creates_nothing(tmp_path: Path) -> None:
+    async with gate_of(ledger={"path": str(tmp_path), "on_error": "fail"}) as (_, gate):
         ledger = gate.gateway.runs.own.ledger
         ledger._fd, good = os.open("/dev/full", os.O_WRONLY), ledger._fd
         try:
             answer = await gate.http.post("/sessions", json={"identity": "a", "group_size": 2})
-            assert refused(answer) == (503, "ledger_unavailable")
+            assert refused(answer) == (503, "ledger_unwritable")
             assert gate.gateway.sessions.live == 0
             assert refused(await gate.http.get("/groups/a")) == (404, "group_not_found")
         finally:

@@ -10,8 +10,10 @@ requests own one.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable, Iterator, MutableMapping, MutableSet, Set
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from gateway.core.errors import Conflict
 
@@ -46,12 +48,41 @@ class Claim(NamedTuple):
     flags: tuple[str, ...] = ()
     reused: bool = False
     """The index had been issued before: a repeat, or taken again after a release."""
+    epoch: int = 0
+    """Which memory of the store it is of."""
 
 
 class Wait(NamedTuple):
     """Not yet. Ask again when the scope changes: `raced`, if a rival was why; `final`, when time is up."""
 
     why: Literal["racing", "repeat"]
+
+
+def refused(code: str, detail: object = "") -> Conflict:
+    """The refusal of a claim. `detail`: of `mixed_order` the kind that the scope has, else the index at issue."""
+    param = "Idempotency-Key" if code == "idempotency_conflict" else "X-Request-Index"
+    match code:
+        case "mixed_order":
+            theirs = "X-Request-Index" if detail == "client" else "the order of arrival"
+            text = (
+                f"This session takes its indices from {theirs}, which its first request fixed. "
+                "Use one kind of index in a session, or another session."
+            )
+        case "idempotency_conflict" if detail == "":
+            text = "This Idempotency-Key was used in this session with other content. Use a new key for a new request."
+        case "idempotency_conflict":
+            text = f"This Idempotency-Key is bound to index {detail}, and not to the one that X-Request-Index names."
+        case "index_conflict":
+            text = (
+                f"Index {detail} of this session belongs to a request with other content. "
+                "Give each request of a session an index of its own."
+            )
+        case _:
+            text = (
+                "Another request of this session is in flight, so the network would decide their order. "
+                "Send one at a time, or set X-Index-Order: content, or give each its X-Request-Index."
+            )
+    return Conflict(text, code=code, param=param)
 
 
 @dataclass(slots=True)
@@ -103,7 +134,49 @@ class Keyed:
 class Session:
     """What the scopes of one session share."""
 
-    keys: dict[str, Keyed] = field(default_factory=dict)
+    keys: MutableMapping[str, Keyed] = field(default_factory=dict)
+
+
+class Indices(MutableSet[int]):
+    """A set of indices, a bit each: those of a counter are dense."""
+
+    __slots__ = ("_bits",)
+
+    def __init__(self, bits: bytes = b"") -> None:
+        self._bits = bytearray(bits)
+
+    def __contains__(self, index: object) -> bool:
+        assert isinstance(index, int)
+        byte = index >> 3
+        return byte < len(self._bits) and bool(self._bits[byte] >> (index & 7) & 1)
+
+    def __iter__(self) -> Iterator[int]:
+        return (byte * 8 + bit for byte, bits in enumerate(self._bits) for bit in range(8) if bits >> bit & 1)
+
+    def __len__(self) -> int:
+        return sum(bits.bit_count() for bits in self._bits)
+
+    def __bytes__(self) -> bytes:
+        return bytes(self._bits)
+
+    def add(self, index: int) -> None:
+        byte = index >> 3
+        if byte >= len(self._bits):
+            self._bits.extend(bytes(byte + 1 - len(self._bits)))
+        self._bits[byte] |= 1 << (index & 7)
+
+    def discard(self, index: int) -> None:
+        if index in self:
+            self._bits[index >> 3] &= ~(1 << (index & 7))
+
+
+_NOTHING: Any = MappingProxyType({})
+_NONE: Any = frozenset()
+"""What a scope has instead of a dict or set that nothing was put into yet: most scopes issue a single index."""
+
+
+def _nothing() -> Any:
+    return _NOTHING
 
 
 @dataclass(slots=True)
@@ -117,14 +190,14 @@ class Scope:
     live: dict[int, Live] = field(default_factory=dict)
     asked: dict[bytes, Asked] = field(default_factory=dict)
     """By bytes digest."""
-    released: dict[bytes, list[int]] = field(default_factory=dict)
+    released: dict[bytes, list[int]] = field(default_factory=_nothing)
     """Bytes digest → the indices that it may take again, smallest first."""
-    bound: dict[int, Bound] = field(default_factory=dict)
+    bound: dict[int, Bound] = field(default_factory=_nothing)
     drawn: dict[bytes, int] = field(default_factory=dict)
     """Bytes digest → how many indices in flight were drawn from the counter with it."""
-    calm: set[int] = field(default_factory=set)
+    calm: set[int] = _NONE
     """Those in flight that were drawn and have not raced yet: all of the same bytes, else they would have."""
-    raced: set[int] = field(default_factory=set)
+    raced: Set[int] = _NONE
     """Indices that the network decided. One that is taken again is no better for that."""
 
     def claim(self, ask: Ask, *, raced: bool = False, final: bool = False) -> Claim | Wait:
@@ -153,7 +226,8 @@ class Scope:
         live.open -= 1
         if live.open == 0 and live.drawn:
             live.drawn = False
-            self.calm.discard(index)
+            if index in self.calm:
+                self.calm.remove(index)
             self.drawn[live.raw] -= 1
             if not self.drawn[live.raw]:
                 del self.drawn[live.raw]
@@ -171,6 +245,8 @@ class Scope:
         if bound is None:
             self.asked[live.raw].live -= 1
             if not live.used:
+                if self.released is _NOTHING:
+                    self.released = {}
                 insort(self.released.setdefault(live.raw, []), index)
         elif live.used:
             bound.used = True
@@ -185,12 +261,12 @@ class Scope:
         if first:
             self.next = index + 1
         if raced:
-            self.raced.add(index)
+            self._race([index])
             if first:
-                self.raced.update(rival for rival, live in self.live.items() if live.raw != ask.raw)
+                self._race(rival for rival, live in self.live.items() if live.raw != ask.raw)
         bound = self.bound.get(index)
         if ask.number is not None or ask.key is not None:
-            bound = bound or self.bound.setdefault(index, Bound(ask.content))
+            bound = bound or self._named(index, Bound(ask.content))
             bound.content = ask.content
             if ask.key is not None:
                 self._bind(ask.key, index, ask.content)
@@ -203,32 +279,25 @@ class Scope:
 
     def _check_kind(self, ask: Ask) -> None:
         if self.kind is not None and "client" in (self.kind, ask.kind) and self.kind != ask.kind:
-            theirs = "X-Request-Index" if self.kind == "client" else "the order of arrival"
-            raise Conflict(
-                f"This session takes its indices from {theirs}, which its first request fixed. "
-                "Use one kind of index in a session, or another session.",
-                code="mixed_order",
-                param="X-Request-Index",
-            )
+            raise refused("mixed_order", self.kind)
 
     def _bind(self, key: str, index: int, content: str | None) -> None:
         assert content is not None
         self.session.keys[key] = Keyed(self.identity, index, content)
-        self.bound.setdefault(index, Bound(content)).keyed = True
+        (self.bound.get(index) or self._named(index, Bound(content))).keyed = True
+
+    def _named(self, index: int, bound: Bound) -> Bound:
+        """Note that an index is named by a number or a key."""
+        if self.bound is _NOTHING:
+            self.bound = {}
+        self.bound[index] = bound
+        return bound
 
     def _by_key(self, ask: Ask, keyed: Keyed) -> Claim:
         if keyed.content != ask.content or keyed.identity != self.identity:
-            raise Conflict(
-                "This Idempotency-Key was used in this session with other content. Use a new key for a new request.",
-                code="idempotency_conflict",
-                param="Idempotency-Key",
-            )
+            raise refused("idempotency_conflict")
         if ask.number is not None and ask.number != keyed.index:
-            raise Conflict(
-                f"This Idempotency-Key is bound to index {keyed.index}, not {ask.number}.",
-                code="idempotency_conflict",
-                param="Idempotency-Key",
-            )
+            raise refused("idempotency_conflict", keyed.index)
         self._hold(keyed.index, ask.raw, used=self.bound[keyed.index].used)
         return self._claimed(keyed.index)
 
@@ -237,16 +306,11 @@ class Scope:
         bound = self.bound.get(index)
         reused = bound is not None
         if bound is None:
-            bound = self.bound[index] = Bound(ask.content)
+            bound = self._named(index, Bound(ask.content))
         elif bound.content is None:
             bound.content = ask.content
         elif bound.content != ask.content:
-            raise Conflict(
-                f"Index {index} of this session belongs to a request with other content. "
-                "Give each request of a session an index of its own.",
-                code="index_conflict",
-                param="X-Request-Index",
-            )
+            raise refused("index_conflict", index)
         self._hold(index, ask.raw, used=bound.used)
         return Claim(index, reused=reused)
 
@@ -301,22 +365,28 @@ class Scope:
         if rivals and ask.exclusive:
             if not final:
                 return Wait("racing")
-            raise Conflict(
-                "Another request of this session is in flight, so the network would decide their order. "
-                "Send one at a time, or set X-Index-Order: content, or give each its X-Request-Index.",
-                code="racing_index",
-                param="X-Request-Index",
-            )
+            raise refused("racing_index")
         index = self.next
         self.next += 1
         live = self._hold(index, ask.raw, used=False)
         live.drawn = True
         self.drawn[ask.raw] = self.drawn.get(ask.raw, 0) + 1
         if rivals:
-            self.raced |= self.calm
-            self.calm.clear()
-        (self.raced if rivals or raced else self.calm).add(index)
+            self._race(self.calm)
+            self.calm = _NONE
+        if rivals or raced:
+            self._race([index])
+        else:
+            if self.calm is _NONE:
+                self.calm = set()
+            self.calm.add(index)
         return self._claimed(index, *flags, reused=False)
+
+    def _race(self, indices: Iterable[int]) -> None:
+        if not isinstance(self.raced, Indices):
+            self.raced = Indices()
+        for index in indices:
+            self.raced.add(index)
 
     def _claimed(self, index: int, *flags: str, reused: bool = True) -> Claim:
         return Claim(index, ("racing", *flags) if index in self.raced else flags, reused)

@@ -39,6 +39,17 @@ def choose(key: str, loads: Mapping[str, int], slack: float) -> str:
     return best(key, candidates(loads, slack))
 
 
+def ranked(key: str, loads: Mapping[str, int], slack: float) -> list[str]:
+    """All candidates for a key, the one that `choose` gives first: each would be next without those before it."""
+    names = candidates(loads, slack)
+    if len(names) == 1:
+        return names
+    keyed = framed(key.encode())
+    scored = [(_score(keyed, name), name) for name in names]
+    scored.sort(reverse=True)
+    return [name for _, name in scored]
+
+
 @lru_cache(maxsize=4096)
 def _framed_name(name: str) -> bytes:
     return framed(name.encode())

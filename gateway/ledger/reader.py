@@ -9,29 +9,53 @@ from typing import Any
 
 import orjson
 
+from gateway.ledger.writer import Ledger
+
+BUFFER = 1 << 20
+
 
 @dataclass(slots=True)
 class Segments:
-    """The segments of one run, oldest first. `gap` is set while reading: a line in the middle cannot be read."""
+    """The segments of one run, oldest first. While they are read, `gaps` counts where records are missing.
+
+    That is so at a line in the middle that cannot be read, and where the ledger itself tells of a gap.
+    """
 
     folder: Path
-    gap: bool = False
+    gaps: int = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Every record. A torn last line of a segment is what a killed process leaves, and is passed over."""
+        """Every record. A torn last line of a segment is what a killed process leaves, and is cut off."""
         for file in sorted(self.folder.glob("*.jsonl")):
-            lines = file.read_bytes().split(b"\n")
-            torn = lines.pop()
-            for line in lines:
+            yield from self._read(file)
+
+    def _read(self, file: Path) -> Iterator[dict[str, Any]]:
+        with file.open("rb", buffering=BUFFER) as segment:
+            for line in segment:
+                if not line.endswith(b"\n"):
+                    _mend(file, line)
+                    return
                 try:
                     record = orjson.loads(line)
                 except orjson.JSONDecodeError:
-                    self.gap = True
+                    self.gaps += 1
                     continue
                 if isinstance(record, dict):
+                    self.gaps += record.get("event") == "gap"
                     yield record
-            if torn:
-                _mend(file, torn)
+
+
+def unmarked(folder: Path) -> int:
+    """How many gaps there are that no record tells of yet: a process died while it could not write."""
+    return sum(1 for _ in folder.glob("*.gap"))
+
+
+def forget(folder: Path, but: Ledger) -> None:
+    """Remove what processes that died have left beside their segments, once it is known to the ledger."""
+    for ending in ("*.gap", "*.spare"):
+        for file in folder.glob(ending):
+            if file != but.spare:
+                file.unlink(missing_ok=True)
 
 
 def _mend(file: Path, torn: bytes) -> None:

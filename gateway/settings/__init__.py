@@ -61,6 +61,7 @@ __all__ = [
 ]
 
 _STRICT: dict[str, dict[str, Any]] = {
+    "ledger": {"on_error": "fail"},
     "routing": {"slack": math.inf, "on_home_down": "wait"},
     "guards": {"shared_seed": "refuse", "clones": "refuse"},
 }

@@ -139,7 +139,14 @@ class Section(BaseModel):
 
 class Ledger(Section):
     path: Path = Field(Path("ledger"), description="Folder of the runs; a run's records lie in {path}/{run}/*.jsonl.")
+    segment_bytes: Count = Field(268_435_456, description="Bytes after which a segment is followed by another.")
+    on_error: Literal["fail", "continue"] = Field(
+        "continue",
+        description="What becomes of requests while the ledger cannot be written: refused with 503, or served"
+        " and marked `unrecorded`. Default by profile: continue; strict: fail.",
+    )
     bodies: bool = Field(False, description="Keep the bodies of requests and answers too, as diff and replay want.")
+    body_bytes: Count = Field(1_048_576, description="Bytes of one body that are kept; what is cut off is said.")
 
 
 class Sessions(Section):
@@ -226,6 +233,9 @@ class Limits(Section):
     head_bytes: Count = Field(65536, description="Longest request head, in bytes.")
     queue: Count = Field(4096, description="Requests that may wait in one lane; past it 503.")
     sessions: Count = Field(100_000, description="Sessions made by `POST /sessions` that have not ended; past it 503.")
+    scopes: Count = Field(
+        20_000, description="Counters in memory; those unused for longest go to a file in the run's folder."
+    )
     runs: Count = Field(64, description="Runs that requests may name and one process has open.")
     attempts: Count = Field(3, description="Sendings of one request, the first included.")
 
@@ -245,6 +255,14 @@ class Timeouts(Section):
     )
     client_write: Seconds = Field(60.0, description="Seconds that a client may take nothing of its answer.")
     store: Seconds = Field(2.0, description="Seconds for one call to the store.")
+    gateway: Seconds = Field(
+        10.0,
+        description="Seconds of silence after which a gateway of a run in redis counts as gone, and for which the others"
+        " wait to be told what it did when redis may have forgotten.",
+    )
+    run: Seconds = Field(
+        2592000.0, description="Seconds after its last request for which a run is kept in redis; then it answers 410."
+    )
     head: Seconds = Field(30.0, description="Seconds that a client may take to send a request's head.")
     body: Seconds = Field(60.0, description="Seconds that it may take for the body, and one more for each 16 KiB.")
     keep_alive: Seconds = Field(75.0, description="Seconds that a client's idle connection is kept.")

@@ -1,19 +1,35 @@
 """One process: the counters in memory. Every call runs without a pause in between, which makes it atomic.
 
 Whoever must wait is served by the very change that it waits for, in order of arrival: so none who comes later
-gets in between.
+gets in between. Scopes in which nothing happens leave memory for the run's shelf, those that were used longest ago
+first, and come back when they are asked for.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import marshal
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
 
 from gateway.core.errors import Conflict
-from gateway.core.indexing import Ask, Claim, Scope, Session, Wait
+from gateway.core.indexing import Ask, Asked, Bound, Claim, Indices, Keyed, Scope, Session, Wait
+from gateway.ledger.writer import Ledger
+from gateway.settings import Settings
+from gateway.shelf import Entries, Row, Shelf
 from gateway.stores import ScopeKey
+
+SCOPES = 20_000
+
+ENTRIES = 128
+"""Of one scope, the bytes and named indices that are in memory, and of a session the keys."""
+
+BATCH = 128
+"""Scopes that leave at once, at most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,79 +42,224 @@ class Waiter:
     """It has waited for a rival."""
 
 
-class MemoryStore:
-    """The counters of this process's runs."""
+@dataclass(slots=True)
+class Shared(Session):
+    """What a session's scopes share."""
 
-    def __init__(self) -> None:
-        self.epoch = 0
-        self._scopes: dict[ScopeKey, Scope] = {}
-        self._sessions: dict[tuple[str, str], Session] = {}
+    scopes: int = 0
+    """Those that are in memory."""
+
+
+def build(settings: Settings, failed: Callable[[], None]) -> MemoryStore:
+    """The store that the settings name. It never fails."""
+    return MemoryStore(settings.limits.scopes)
+
+
+class MemoryStore:
+    """The counters of this process's runs; `scopes` bounds those that are in memory."""
+
+    shared = False
+    gateway: str | None = None
+
+    def __init__(self, scopes: int = SCOPES) -> None:
+        self._batch = min(BATCH, 1 + scopes // 8)
+        self._limit = scopes + self._batch
+        self._scopes: OrderedDict[ScopeKey, Scope] = OrderedDict()
+        """The one that was used last comes last."""
+        self._sessions: dict[tuple[str, str], Shared] = {}
+        """By run and session: those of the scopes in memory."""
         self._waiters: dict[ScopeKey, list[Waiter]] = {}
         """In order of arrival."""
+        self._shelves: dict[str, Shelf] = {}
+        self._fenced: set[str] = set()
+        """Runs whose ledger has a gap: an index of theirs may have been issued that nobody knows of."""
+
+    @property
+    def scopes(self) -> int:
+        """How many are in memory."""
+        return len(self._scopes)
 
     async def claim(self, key: ScopeKey, ask: Ask, settle_seconds: float) -> Claim:
-        scope = self._scopes.get(key) or self._open(key)
+        scope = self._scope(key)
+        if key.run in self._fenced and ask.exclusive:
+            raise Conflict(
+                f"The ledger of run {key.run} has a gap, so an index of this session may have been given away that "
+                "nobody knows of. Begin another run, or use profile balanced.",
+                code="session_fenced",
+            )
         outcome = scope.claim(ask)
         if isinstance(outcome, Wait):
-            return await self._wait(key, ask, outcome, settle_seconds)
+            outcome = await self._wait(key, ask, outcome, settle_seconds)
+        if ask.key is not None and len(scope.session.keys) > ENTRIES:
+            _shed(scope.session.keys)
+        if key.run in self._fenced:
+            return outcome._replace(flags=(*outcome.flags, "epoch"))
         return outcome
 
     async def complete(self, key: ScopeKey, index: int) -> bool:
         raced = self._scopes[key].complete(index)
-        self._wake(key)
+        if key in self._waiters:
+            self._wake(key)
         return raced
 
     async def settle(self, key: ScopeKey, index: int, *, used: bool) -> bool:
-        released = self._scopes[key].settle(index, used=used)
-        self._wake(key)
+        released = self._settle(key, self._scopes[key], index, used=used)
+        if key in self._waiters:
+            self._wake(key)
         return released
-
-    def restore(self, run: str, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Bring a run's counters to where its ledger left them. Gives an end for each request that has none.
-
-        What was in flight when the process died was not delivered as far as anyone knows: its index is released.
-        """
-        live: dict[tuple[ScopeKey, int], list[dict[str, Any]]] = {}
-        for record in records:
-            if record.get("event") not in ("opened", "closed"):
-                continue
-            key = ScopeKey(run, record["session"], record["identity"])
-            claims = live.setdefault((key, record["index"]), [])
-            scope = self._scopes.get(key) or self._open(key)
-            if record["event"] == "opened":
-                claims.append(record)
-                scope.restore(_ask(record), record["index"], raced="racing" in record["flags"])
-            elif claims:
-                claims.pop()
-                self._end(scope, record["index"], used=record["used"])
-        lost = []
-        for (key, index), claims in live.items():
-            for record in claims:
-                self._end(self._scopes[key], index, used=False)
-                names = {name: record[name] for name in ("run", "session", "identity", "index")}
-                lost.append({"event": "closed", **names, "outcome": "failed", "error": "gateway-lost", "used": False})
-        return lost
-
-    def _end(self, scope: Scope, index: int, *, used: bool) -> None:
-        scope.complete(index)
-        scope.settle(index, used=used)
 
     def raced(self, key: ScopeKey, index: int) -> bool:
         return index in self._scopes[key].raced
 
     def knows(self, run: str, session: str) -> bool:
-        return (run, session) in self._sessions
+        if (run, session) in self._sessions:
+            return True
+        shelf = self._shelves.get(run)
+        return shelf is not None and shelf.any(_prefix("scope", session))
 
     def next_index(self, key: ScopeKey) -> int | None:
-        scope = self._scopes.get(key)
+        scope = self._scopes.get(key) or self._back(key, Session())
         if scope is None:
             return 0
         return None if scope.kind == "client" else scope.next
 
-    def _open(self, key: ScopeKey) -> Scope:
-        session = self._sessions.setdefault((key.run, key.session), Session())
-        scope = self._scopes[key] = Scope(key.identity, session)
+    # --- runs
+    def restore(self, run: str, folder: Path, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Bring a run's counters to where its ledger left them. Gives an end for each request that has none.
+
+        What was in flight when the process died was not delivered as far as anyone knows, and its index is released:
+        but one whose answer was complete may have been, and stays used.
+        """
+        self._shelves[run] = Shelf(folder / "state.db")
+        live: dict[tuple[ScopeKey, int], list[dict[str, Any]]] = {}
+        for record in records:
+            event = record.get("event")
+            if event not in ("opened", "complete", "closed"):
+                continue
+            key, index = ScopeKey(run, record["session"], record["identity"]), record["index"]
+            if event == "opened":
+                self._scope(key).restore(_ask(record), index, raced="racing" in record["flags"])
+                live.setdefault((key, index), []).append(record)
+                continue
+            claims = live.get((key, index))
+            if claims is None:
+                continue
+            if event == "complete":
+                claims[-1]["complete"] = True
+                continue
+            claims.pop()
+            if not claims:
+                del live[key, index]
+            self._end(key, index, used=record["used"])
+        return [self._lost(key, index, record) for (key, index), claims in live.items() for record in claims]
+
+    def fence(self, run: str) -> None:
+        """Nobody knows any more all that a run issued."""
+        self._fenced.add(run)
+
+    def serve(self, run: str, folder: Path, ledger: Ledger) -> None:
+        """What it serves it has restored."""
+
+    def why_down(self, run: str) -> str | None:
+        """It is never down."""
+        return None
+
+    async def run(self) -> None:
+        """It does nothing by itself."""
+
+    async def stop(self) -> None:
+        """It has told the ledger everything."""
+
+    def close(self, run: str) -> None:
+        """A run has ended: what it put away is needed no more."""
+        if (shelf := self._shelves.pop(run, None)) is not None:
+            shelf.close()
+
+    def _lost(self, key: ScopeKey, index: int, record: dict[str, Any]) -> dict[str, Any]:
+        used = record.get("complete", False)
+        self._end(key, index, used=used)
+        names = {name: record[name] for name in ("run", "session", "identity", "index")}
+        return {"event": "closed", **names, "outcome": "failed", "error": "gateway-lost", "used": used}
+
+    def _end(self, key: ScopeKey, index: int, *, used: bool) -> None:
+        scope = self._scopes[key]
+        scope.complete(index)
+        self._settle(key, scope, index, used=used)
+
+    def _settle(self, key: ScopeKey, scope: Scope, index: int, *, used: bool) -> bool:
+        released = scope.settle(index, used=used)
+        if len(scope.asked) > ENTRIES or len(scope.bound) > ENTRIES:
+            self._thin(key, scope)
+        return released
+
+    # --- in memory and out of it
+    def _scope(self, key: ScopeKey) -> Scope:
+        scope = self._scopes.get(key)
+        if scope is not None:
+            self._scopes.move_to_end(key)
+            return scope
+        place = key.run, key.session
+        session = self._sessions.get(place) or self._shared(place)
+        scope = self._scopes[key] = self._back(key, session) or Scope(key.identity, session)
+        session.scopes += 1
+        if len(self._scopes) >= self._limit:
+            self._put_away()
         return scope
+
+    def _shared(self, place: tuple[str, str]) -> Shared:
+        shelf = self._shelves.get(place[0])
+        keys: dict[str, Keyed] = {}
+        if shelf is not None:
+            keys = Entries(shelf, _prefix("key", place[1]), _packed_key, _unpacked_key)
+        session = self._sessions[place] = Shared(keys)
+        return session
+
+    def _back(self, key: ScopeKey, session: Session) -> Scope | None:
+        """A scope that had left memory; None: there was none."""
+        shelf = self._shelves.get(key.run)
+        row = None if shelf is None or shelf.empty else shelf.get(_prefix("scope", key.session) + key.identity.encode())
+        if row is None or shelf is None:
+            return None
+        return _unpacked(key, session, shelf, marshal.loads(row))
+
+    def _put_away(self) -> None:
+        """Let the scopes go that were used longest ago, but none in which something happens."""
+        gone: dict[str, list[ScopeKey]] = {}
+        for key in list(islice(self._scopes, self._batch)):
+            if self._scopes[key].live or key in self._waiters or key.run not in self._shelves:
+                self._scopes.move_to_end(key)
+            else:
+                gone.setdefault(key.run, []).append(key)
+        for run, keys in gone.items():
+            if self._shelves[run].put([row for key in keys for row in self._rows(key)]):
+                for key in keys:
+                    self._gone(key)
+
+    def _rows(self, key: ScopeKey) -> Iterator[Row]:
+        scope = self._scopes[key]
+        for entries in (scope.asked, scope.bound, scope.released):
+            if isinstance(entries, Entries):
+                yield from entries.rows()
+        yield _prefix("scope", key.session) + key.identity.encode(), marshal.dumps(_packed(scope))
+
+    def _gone(self, key: ScopeKey) -> None:
+        del self._scopes[key]
+        place = key.run, key.session
+        session = self._sessions[place]
+        session.scopes -= 1
+        if isinstance(session.keys, Entries):
+            session.keys.shed(0 if not session.scopes else ENTRIES)
+        if not (session.scopes or session.keys):
+            del self._sessions[place]
+
+    def _thin(self, key: ScopeKey, scope: Scope) -> None:
+        """Keep only a part of a scope in memory that has grown long."""
+        shelf = self._shelves.get(key.run)
+        if shelf is None:
+            return
+        for entries in _thinned(key, scope, shelf):
+            if len(entries) > ENTRIES:
+                entries.shed(ENTRIES // 2)
 
     async def _wait(self, key: ScopeKey, ask: Ask, wait: Wait, seconds: float) -> Claim:
         loop = asyncio.get_running_loop()
@@ -138,9 +299,7 @@ class MemoryStore:
         if outcome.cancelled():
             self._forget(key, waiter)
         elif outcome.exception() is None:
-            scope, index = self._scopes[key], outcome.result().index
-            scope.complete(index)
-            scope.settle(index, used=False)
+            self._end(key, outcome.result().index, used=False)
             self._wake(key)
 
     def _forget(self, key: ScopeKey, waiter: Waiter) -> None:
@@ -161,3 +320,84 @@ def _ask(record: dict[str, Any]) -> Ask:
         record["key"],
         record["repeat"],
     )
+
+
+# --- as rows of a shelf
+def _prefix(kind: str, session: str) -> bytes:
+    """What the rows of a session begin with. No id holds a line's end."""
+    return f"{kind} {session}\n".encode()
+
+
+def _packed_key(keyed: Keyed) -> Any:
+    return keyed.identity, keyed.index, keyed.content
+
+
+def _unpacked_key(row: Any) -> Keyed:
+    return Keyed(*row)
+
+
+def _packed_asked(asked: Asked) -> Any:
+    return asked.index, asked.repeat, asked.live
+
+
+def _unpacked_asked(row: Any) -> Asked:
+    return Asked(*row)
+
+
+def _packed_bound(bound: Bound) -> Any:
+    return bound.content, bound.keyed, bound.used
+
+
+def _unpacked_bound(row: Any) -> Bound:
+    return Bound(*row)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _thinned(key: ScopeKey, scope: Scope, shelf: Shelf) -> tuple[Entries[Any, Any], ...]:
+    """Let a scope's dicts lean on the shelf."""
+    inside = f"{key.session}\n{key.identity}"
+    if not isinstance(scope.asked, Entries):
+        scope.asked = Entries(shelf, _prefix("asked", inside), _packed_asked, _unpacked_asked, scope.asked.items())
+        scope.bound = Entries(shelf, _prefix("bound", inside), _packed_bound, _unpacked_bound, scope.bound.items())
+        scope.released = Entries(shelf, _prefix("released", inside), _same, _same, scope.released.items())
+    return cast(tuple[Entries[Any, Any], ...], (scope.asked, scope.bound, scope.released))
+
+
+def _packed(scope: Scope) -> Any:
+    """A scope in which nothing happens, without what is on the shelf already."""
+    raced = bytes(scope.raced) if isinstance(scope.raced, Indices) else b""
+    if isinstance(scope.asked, Entries):
+        return scope.next, scope.kind, raced
+    return (
+        scope.next,
+        scope.kind,
+        raced,
+        [(raw, _packed_asked(asked)) for raw, asked in scope.asked.items()],
+        [(index, _packed_bound(bound)) for index, bound in scope.bound.items()],
+        list(scope.released.items()),
+    )
+
+
+def _unpacked(key: ScopeKey, session: Session, shelf: Shelf, row: Any) -> Scope:
+    number, kind, raced, *entries = row
+    scope = Scope(key.identity, session, number, kind)
+    if raced:
+        scope.raced = Indices(raced)
+    if not entries:
+        _thinned(key, scope, shelf)
+        return scope
+    asked, bound, released = entries
+    scope.asked = {raw: _unpacked_asked(each) for raw, each in asked}
+    if bound:
+        scope.bound = {index: _unpacked_bound(each) for index, each in bound}
+    if released:
+        scope.released = dict(released)
+    return scope
+
+
+def _shed(keys: MutableMapping[str, Keyed]) -> None:
+    if isinstance(keys, Entries):
+        keys.shed(ENTRIES // 2)

@@ -123,7 +123,7 @@ def test_one_session_and_what_came_after_a_mark(tmp_path: Path) -> None:
 
 
 def test_a_mark_is_where_the_next_record_stands(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "0.jsonl")
+    ledger = Ledger(tmp_path)
     ledger.opened(opened("s", 0))
     ledger._held += orjson.dumps(closed("s", 0)) + b"\n"
     mark = ledger.mark

@@ -39,7 +39,13 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         "port": 8000,
         "workers": 1,
         "insecure": False,
-        "ledger": {"path": "ledger", "bodies": False},
+        "ledger": {
+            "path": "ledger",
+            "segment_bytes": 268435456,
+            "on_error": "continue",
+            "bodies": False,
+            "body_bytes": 1048576,
+        },
         "sessions": {"required": False, "idle_seconds": 86400, "failed_reward": None, "allow_random": False},
         "routing": {"key": "request", "slack": 0, "on_home_down": "next", "retry_sent": True},
         "limits": {
@@ -47,6 +53,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
             "head_bytes": 65536,
             "queue": 4096,
             "sessions": 100000,
+            "scopes": 20000,
             "runs": 64,
             "attempts": 3,
         },

@@ -1,0 +1,175 @@
+"""What leaves memory comes back as it was, and what stays in memory is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.core.errors import Conflict
+from gateway.core.indexing import Ask, Claim
+from gateway.shelf import Shelf
+from gateway.stores import ScopeKey, memory
+from gateway.stores.memory import MemoryStore
+
+RUN = "r"
+
+
+@pytest.fixture
+def scarce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
+    """A store that can hold next to nothing."""
+    monkeypatch.setattr(memory, "ENTRIES", 2)
+    store = MemoryStore(scopes=1)
+    store.restore(RUN, tmp_path, [])
+    yield store
+    store.close(RUN)
+
+
+def scope(session: str, identity: str | None = None) -> ScopeKey:
+    return ScopeKey(RUN, session, identity or session)
+
+
+def plain(body: str, **more: Any) -> Ask:
+    return Ask("arrival", body.encode(), **more)
+
+
+async def served(store: MemoryStore, key: ScopeKey, ask: Ask, *, used: bool = True) -> Claim:
+    claim = await store.claim(key, ask, 0.0)
+    await store.complete(key, claim.index)
+    await store.settle(key, claim.index, used=used)
+    return claim
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_store_without_memory_answers_as_one_with_plenty(scarce: MemoryStore, seed: int) -> None:
+    plenty, draw = MemoryStore(), random.Random(seed)
+    stores = (plenty, scarce)
+    live: list[tuple[ScopeKey, int]] = []
+    seen = set[str]()
+    for _ in range(700):
+        if live and draw.random() < 0.6:
+            key, index = live.pop(draw.randrange(len(live)))
+            used = draw.random() < 0.6
+            raced = [await store.complete(key, index) for store in stores]
+            released = [await store.settle(key, index, used=used) for store in stores]
+            assert (raced[0], released[0]) == (raced[1], released[1])
+            continue
+        session = f"s{draw.randrange(6)}"
+        key = scope(session, f"{session}/{draw.randrange(3)}")
+        body = draw.randrange(9)
+        ask = Ask(
+            "client" if session == "s0" else "arrival",
+            bytes([body]),
+            f"content {body % 4}",
+            draw.randrange(12) if session == "s0" else None,
+            f"key {draw.randrange(9)}" if draw.random() < 0.3 else None,
+            draw.choice((0, 0, 1, 2)),
+        )
+        outcomes = [await _told(store, key, ask) for store in stores]
+        assert outcomes[0] == outcomes[1]
+        seen |= {outcomes[0]} if isinstance(outcomes[0], str) else {*outcomes[0].flags, f"reused {outcomes[0].reused}"}
+        assert plenty.next_index(key) == scarce.next_index(key)
+        if isinstance(outcomes[0], Claim):
+            live.append((key, outcomes[0].index))
+    assert all(store.knows(RUN, f"s{n}") for n in range(6) for store in stores)
+    assert not any(store.knows(RUN, "s") for store in stores)
+    assert seen >= {
+        "racing",
+        "retry-shared",
+        "retry-unmatched",
+        "reused True",
+        "index_conflict",
+        "idempotency_conflict",
+    }
+
+
+async def _told(store: MemoryStore, key: ScopeKey, ask: Ask) -> Claim | str:
+    try:
+        return await store.claim(key, ask, 0.0)
+    except Conflict as conflict:
+        return conflict.code
+
+
+async def test_scopes_that_are_not_used_leave_memory_and_their_sessions_are_known(tmp_path: Path) -> None:
+    store = MemoryStore(scopes=64)
+    store.restore(RUN, tmp_path, [])
+    for number in range(2000):
+        await served(store, scope(f"s{number}"), plain("a"))
+        await served(store, scope("anonymous", f"anonymous/{number}"), Ask("content", b"a"))
+    assert store.scopes <= 64 + memory.BATCH
+    assert len(store._sessions) <= store.scopes
+    assert store.knows(RUN, "s0")
+    assert not store.knows(RUN, "s")
+    assert store.next_index(scope("s7")) == 1
+    assert (await served(store, scope("s7"), plain("b"))).index == 1
+    assert (await served(store, scope("anonymous", "anonymous/7"), Ask("content", b"a"))).index == 1
+    store.close(RUN)
+    assert os.listdir(tmp_path) == []
+
+
+async def test_the_one_used_last_leaves_last(tmp_path: Path) -> None:
+    store = MemoryStore(scopes=16)
+    store.restore(RUN, tmp_path, [])
+    for number in range(200):
+        await served(store, scope("kept"), plain(str(number)))
+        await served(store, scope(f"s{number}"), plain("a"))
+    assert scope("kept") in store._scopes
+    assert scope("s0") not in store._scopes
+    store.close(RUN)
+
+
+async def test_what_is_in_flight_or_waited_for_stays(scarce: MemoryStore) -> None:
+    held = await scarce.claim(scope("held"), plain("a"), 0.0)
+    waiting = asyncio.create_task(scarce.claim(scope("held"), Ask("arrival", b"b", exclusive=True), 60.0))
+    for number in range(50):
+        await served(scarce, scope(f"s{number}"), plain("a"))
+    await scarce.complete(scope("held"), held.index)
+    assert (await waiting).index == 1
+
+
+async def test_a_long_session_keeps_a_part_of_what_it_was_asked_in_memory(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.restore(RUN, tmp_path, [])
+    for number in range(1000):
+        claim = await served(store, scope("s"), plain(str(number), key=f"k{number}", content="c"), used=number != 5)
+        assert claim.index == number
+        await served(store, scope("t"), plain(str(number)), used=number != 5)
+    for name in ("s", "t"):
+        kept = store._scopes[scope(name)]
+        assert len(kept.asked) + len(kept.bound) + len(kept.session.keys) <= 3 * memory.ENTRIES
+    assert (await served(store, scope("s"), plain("7", key="k7", content="c"))).index == 7
+    with pytest.raises(Conflict, match="other content"):
+        await store.claim(scope("s"), plain("8", key="k8", content="other"), 0.0)
+    assert (await served(store, scope("t"), plain("5"))).index == 5
+    assert (await served(store, scope("t"), plain("5"))).index == 1000
+    assert (await served(store, scope("t"), plain("9", repeat=1))) == Claim(9, ("retry-shared",), reused=True)
+    store.close(RUN)
+
+
+async def test_where_the_file_cannot_grow_scopes_stay_in_memory_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore(scopes=1)
+    store.restore(RUN, tmp_path / "no such folder", [])
+    for number in range(20):
+        await served(store, scope(f"s{number}"), plain("a"))
+    assert store.scopes == 20
+    assert (await served(store, scope("s0"), plain("b"))).index == 1
+
+
+def test_a_shelf_that_nothing_was_put_on_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "state.db").write_bytes(b"left by a process that was killed")
+    shelf = Shelf(tmp_path / "state.db")
+    assert shelf.empty
+    assert (shelf.get(b"a"), shelf.any(b"")) == (None, False)
+    assert os.listdir(tmp_path) == []
+    shelf.put([(b"ab", b"1")])
+    assert (shelf.get(b"ab"), shelf.any(b"a"), shelf.any(b"b")) == (b"1", True, False)
+    shelf.drop(b"ab")
+    assert shelf.get(b"ab") is None
+    shelf.close()
