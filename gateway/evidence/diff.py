@@ -503,7 +503,14 @@ def _follows(difference: Difference, earlier: list[Difference]) -> bool:
     """Whether it came about by an earlier one: it asks something else, and began when that had ended."""
     asks_else = difference.unsure or difference.cause in ("missing-request", "other-prompt", "other-order")
     goes_on = difference.cause == "other-answer" and difference.one.route == "/v1/responses"
-    return (asks_else or goes_on) and any(_after(before, difference) for before in earlier)
+    return (asks_else or goes_on) and any(
+        _after(before, difference) and not _swapped(before, difference) for before in earlier
+    )
+
+
+def _swapped(one: Difference, other: Difference) -> bool:
+    """They changed places with each other, so neither follows from the other."""
+    return one.cause == other.cause == "other-order" and not set(one.siblings).isdisjoint(other.siblings)
 
 
 def _after(before: Difference, difference: Difference) -> bool:
