@@ -12,6 +12,6 @@ def before(version: str | None, other: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release's numbers; what stands behind them (`rc1`, `.dev3+g12ab`) is left out."""
-    found = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    """The release's numbers without zeros at the end; what stands behind them (`rc1`, `.dev3`) is left out."""
+    found = re.match(r"v?(\d+(?:\.\d+)*?)(?:\.0)*(?![.\d])", version)
     return tuple(int(part) for part in found[1].split(".")) if found else ()

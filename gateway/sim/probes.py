@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 from gateway.sim import sglang, vllm
 from gateway.sim.asks import Ask
@@ -45,7 +47,7 @@ async def models(ask: Ask, dialect: Dialect) -> Reply:
 
 
 async def version(ask: Ask, dialect: Dialect) -> Reply:
-    return answer({"version": vllm.VERSION})
+    return answer({"version": ask.settings.version or vllm.VERSION})
 
 
 async def vllm_server_info(ask: Ask, dialect: Dialect) -> Reply:
@@ -70,7 +72,7 @@ async def vllm_server_info(ask: Ask, dialect: Dialect) -> Reply:
         },
     }
     env = {"VLLM_BATCH_INVARIANT": settings.deterministic}
-    return answer({"vllm_config": config, "vllm_env": env})
+    return answer(_laid_over({"vllm_config": config, "vllm_env": env}, settings.told))
 
 
 async def weight_info(ask: Ask, dialect: Dialect) -> Reply:
@@ -80,30 +82,29 @@ async def weight_info(ask: Ask, dialect: Dialect) -> Reply:
 async def sglang_server_info(ask: Ask, dialect: Dialect) -> Reply:
     """The start arguments that matter here, of the several hundred."""
     settings = ask.settings
-    return answer(
-        {
-            "model_path": settings.model,
-            "tokenizer_path": settings.model,
-            "served_model_name": settings.model,
-            "enable_deterministic_inference": settings.deterministic,
-            "attention_backend": "triton",
-            "sampling_backend": "pytorch",
-            "disable_radix_cache": not settings.prefix_cache,
-            "is_embedding": settings.role == "reward",
-            "enable_priority_scheduling": settings.priority_scheduling,
-            "preferred_sampling_params": _preferred(ask),
-            "max_running_requests": settings.max_num_seqs,
-            "tp_size": 1,
-            "dp_size": 1,
-            "pp_size": 1,
-            "ep_size": 1,
-            "enable_dp_attention": False,
-            "dtype": "float32",
-            "random_seed": 42,
-            "weight_version": settings.weight_version,
-            "version": sglang.VERSION,
-        }
-    )
+    told = {
+        "model_path": settings.model,
+        "tokenizer_path": settings.model,
+        "served_model_name": settings.model,
+        "enable_deterministic_inference": settings.deterministic,
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "disable_radix_cache": not settings.prefix_cache,
+        "is_embedding": settings.role == "reward",
+        "enable_priority_scheduling": settings.priority_scheduling,
+        "preferred_sampling_params": _preferred(ask),
+        "max_running_requests": settings.max_num_seqs,
+        "tp_size": 1,
+        "dp_size": 1,
+        "pp_size": 1,
+        "ep_size": 1,
+        "enable_dp_attention": False,
+        "dtype": "float32",
+        "random_seed": 42,
+        "weight_version": settings.weight_version,
+        "version": settings.version or sglang.VERSION,
+    }
+    return answer(_laid_over(told, settings.told))
 
 
 async def model_info(ask: Ask, dialect: Dialect) -> Reply:
@@ -134,6 +135,8 @@ async def metrics(ask: Ask, dialect: Dialect) -> Reply:
         labels = f'engine="0",model_name="{settings.model}"'
         text = _gauge("vllm:num_requests_running", "Number of requests in model execution batches.", labels, running)
         text += _gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.", labels, waiting)
+        total = engine.counters.preemptions
+        text += _gauge("vllm:num_preemptions_total", "Cumulative number of preemption.", labels, total)
         config = f'block_size="{BLOCKS["vllm"]}",enable_prefix_caching="{settings.prefix_cache}",engine="0"'
         text += _gauge("vllm:cache_config_info", "Information of the LLMEngine CacheConfig", config, 1)
     return Reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
@@ -172,3 +175,11 @@ def _gauge(name: str, about: str, labels: str, value: int) -> str:
 
 def _preferred(ask: Ask) -> Object | None:
     return dict(ask.settings.preferred_sampling_params) or None
+
+
+def _laid_over(below: Object, above: Mapping[str, Any]) -> Object:
+    """`above` over `below`, member by member."""
+    return below | {
+        name: _laid_over(below[name], value) if isinstance(value, Mapping) and name in below else value
+        for name, value in above.items()
+    }

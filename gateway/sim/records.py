@@ -33,13 +33,15 @@ class Seen:
 class Counters:
     """What happened since the start: all requests but probes and others that compute nothing.
 
-    `seen` holds the last 10,000; `bodies` the raw bodies of the last 100, less if they are large.
+    `seen` holds the last 10,000; `bodies` the raw bodies of the last 100, less if they are large. `preemptions` is told by
+    vLLM's metrics; nothing preempts here, so it stays what it is set to.
     """
 
     requests: int = 0
     peak_running: int = 0
     aborted: int = 0
     disconnects: int = 0
+    preemptions: int = 0
     seen: deque[Seen] = field(default_factory=lambda: deque(maxlen=_SEEN))
     bodies: deque[bytes] = field(default_factory=lambda: deque(maxlen=_BODIES))
 

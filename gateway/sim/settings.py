@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class SimSettings:
     health_seconds             SGLang: least time of /health, which generates a token
     keep_alive_seconds         idle connections are closed after this
     weight_version             told where the engine tells it
+    version                    told where the engine tells it; None: the one that it is faithful to
+    told                       laid over what /server_info tells, nested as there; nothing else hangs on it
     """
 
     engine: Literal["vllm", "sglang"]
@@ -54,3 +56,5 @@ class SimSettings:
     health_seconds: float = 1.0
     keep_alive_seconds: int = 5
     weight_version: str = "default"
+    version: str | None = None
+    told: Mapping[str, Any] = field(default_factory=dict)
