@@ -13,7 +13,12 @@ Records = list[dict[str, Any]]
 
 def request(session: str, index: int, *, answer: str = "", **changes: Any) -> Records:
     """A request that was delivered: its claim and its end."""
-    names = {"run": "r", "session": session, "identity": changes.pop("identity", session), "index": index}
+    names = {
+        "run": changes.pop("run", "r"),
+        "session": session,
+        "identity": changes.pop("identity", session),
+        "index": index,
+    }
     prompt = changes.pop("prompt", f"{session} {index}")
     opened = {
         "event": "opened",
