@@ -61,6 +61,9 @@ def build(
         ready = probed and len(why_not) < len(asked) and not draining()
         if draining():
             why_not.insert(0, "shutting down")
+        if (down := store.why_down(run.name)) is not None:
+            ready = False
+            why_not.insert(0, down)
         if run.differs:
             ready = False
             why_not.insert(0, f"run {run.name} began with other settings: {', '.join(run.differs)}")

@@ -136,6 +136,9 @@ class Front:
         self._open: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
+        self.lose: bytes | None = None
+        """Once these bytes have passed to the server, what it answers next is lost with the connection."""
+        self._losing = False
 
     @property
     def url(self) -> str:
@@ -149,10 +152,14 @@ class Front:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+        await stop(*self._tasks)
+
+    def close(self) -> None:
+        """Nobody gets through any more."""
         assert self._server is not None
         self._server.close()
         self.cut()
-        await stop(*self._tasks)
 
     def cut(self) -> None:
         """Break every connection."""
@@ -174,7 +181,7 @@ class Front:
             there, back = await asyncio.open_connection("127.0.0.1", self.target)
             ends.add(back)
             self._open |= ends
-            await asyncio.gather(_pump(reader, back), _pump(there, writer))
+            await asyncio.gather(self._pump(reader, back), self._pump(there, writer, back=True))
         except OSError:
             pass
         finally:
@@ -183,13 +190,17 @@ class Front:
             self._open -= ends
             self._tasks.discard(task)
 
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while data := await reader.read(65536):
-            writer.write(data)
-            await writer.drain()
-    writer.transport.abort()
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, back: bool = False) -> None:
+        with suppress(OSError):
+            while data := await reader.read(65536):
+                if back and self._losing:
+                    self._losing = False
+                    break
+                if not back and self.lose is not None and self.lose in data:
+                    self.lose, self._losing = None, True
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()
 
 
 @asynccontextmanager

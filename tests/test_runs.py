@@ -124,13 +124,6 @@ async def test_settings_that_decide_must_be_those_the_run_began_with(tmp_path: P
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "run_differs")
 
 
-async def test_a_store_that_does_not_exist_is_refused_and_not_replaced_in_silence() -> None:
-    async with FakeWorker() as worker:
-        with pytest.raises(InvalidSettings, match="state: memory"):
-            async with gateway(pool("policy", worker.url), state="redis://127.0.0.1:6379/0", run="r"):
-                pass
-
-
 async def test_two_processes_cannot_have_one_run(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"ledger": {"path": str(tmp_path)}, "run": "r"}
     async with FakeWorker() as worker, gateway(pool("policy", worker.url), **settings):

@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import structlog
 
-from gateway.shared.part import Deed, Telling
+from gateway.shared.part import Deed, Memory, Telling
+
+log = structlog.get_logger("detgate.store")
+
+MEMORY = "store.json"
 
 KINDS = {"arrival": "a", "content": "c", "client": "n"}
 """Orders as the scripts write them."""
@@ -94,6 +99,8 @@ def told(folder: Path, gateway: str, live: Live) -> Telling:
             fate.open[whose] = fate.open.get(whose, 0) + 1
             if whose is not None:
                 gateways.add(whose)
+        elif record["event"] == "complete":
+            fate.used = True
         else:
             whose = record.get("gateway")
             if fate.open.get(whose):
@@ -121,8 +128,29 @@ def _records(folder: Path) -> Iterator[dict[str, Any]]:
                     record = orjson.loads(line)
                 except orjson.JSONDecodeError:
                     continue
-                if isinstance(record, dict) and record.get("event") in ("opened", "closed"):
+                if isinstance(record, dict) and record.get("event") in ("opened", "complete", "closed"):
                     yield record
+
+
+# --- what was known of the store's memory when this run was last served from here
+
+
+def recall(folder: Path) -> Memory:
+    """What a process that served the run from this folder knew; nothing if there was none."""
+    try:
+        return Memory(*orjson.loads((folder / MEMORY).read_bytes()))
+    except (OSError, orjson.JSONDecodeError, TypeError):
+        return Memory()
+
+
+def remember(folder: Path, memory: Memory) -> None:
+    """Keep it for those who come later."""
+    partial = folder / f"{MEMORY}.{os.getpid()}"
+    try:
+        partial.write_bytes(orjson.dumps(tuple(memory)))
+        partial.replace(folder / MEMORY)
+    except OSError as error:
+        log.error("the epoch cannot be kept", file=str(folder / MEMORY), why=error.strerror)
 
 
 # --- who lives beside this gateway: each holds a lock on a file of its name

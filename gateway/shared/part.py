@@ -74,7 +74,7 @@ class Deeds(Protocol):
         """It takes part from now on. `tokens`: the live claims that the store holds for its own, after a report."""
 
     def lost(self, gateway: str, claims: Sequence[bytes]) -> None:
-        """Another is gone; its claims (what each was about, and its index) were ended."""
+        """Another is gone; its claims were ended: what each was about, its index, and whether that is used."""
 
 
 class Part:
@@ -135,6 +135,8 @@ class Part:
                     await self._beat(self.connection)
             except StoreFault:
                 pass
+            except Exception:
+                log.exception("could not take part in a run; tries again", run=self.run)
             try:
                 async with asyncio.timeout(pause):
                     await self._out.wait()
@@ -159,7 +161,7 @@ class Part:
         self._see(answer[1])
         lost = answer[2]
         for gateway, claims in zip(lost[::2], lost[1::2], strict=True):
-            log.warning("a gateway is gone", run=self.run, gateway=gateway.decode(), claims=len(claims) // 2)
+            log.warning("a gateway is gone", run=self.run, gateway=gateway.decode(), claims=len(claims) // 3)
             self._deeds.lost(gateway.decode(), claims)
 
     async def _take(self) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
 
 from gateway.core.indexing import Ask, Claim
+from gateway.ledger.writer import Ledger
+from gateway.settings import InvalidSettings, Settings
 
 
 class ScopeKey(NamedTuple):
@@ -18,8 +23,15 @@ class ScopeKey(NamedTuple):
 class Store(Protocol):
     """Owns the counters of runs. Each call is atomic; nothing else may change an index."""
 
-    epoch: int
-    """Names the store's memory: it changes when the store may have forgotten."""
+    shared: bool
+    """Whether other processes may serve the same run."""
+
+    gateway: str | None
+    """The name of this process among those that serve a run; None: there is no other."""
+
+    @property
+    def scopes(self) -> int:
+        """Counters that are in memory."""
 
     async def claim(self, scope: ScopeKey, ask: Ask, settle_seconds: float) -> Claim:
         """Take an index; waits at most `settle_seconds` where the rule says wait. Who waits longest is first.
@@ -41,3 +53,39 @@ class Store(Protocol):
 
     def next_index(self, scope: ScopeKey) -> int | None:
         """The number that would be drawn next, as far as this process knows; None where the client numbers."""
+
+    def restore(self, run: str, folder: Path, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Bring a run's counters to where its ledger left them. Gives an end for each request that has none."""
+
+    def fence(self, run: str) -> None:
+        """The ledger of a run lacks something."""
+
+    def serve(self, run: str, folder: Path, ledger: Ledger) -> None:
+        """This process serves a run from now on, and adds to this ledger."""
+
+    def close(self, run: str) -> None:
+        """It serves the run no more."""
+
+    def why_down(self, run: str) -> str | None:
+        """Why no request of a run can get an index now; None: it can."""
+
+    async def run(self) -> None:
+        """Whatever must go on while the process serves."""
+
+    async def stop(self) -> None:
+        """No request is in flight any more, and none comes."""
+
+
+def build(settings: Settings, failed: Callable[[], None]) -> Store:
+    """The store that `state` names. `failed` is called for each call to it that fails.
+
+    Raises `InvalidSettings` where it cannot be used here.
+    """
+    name = "memory" if settings.state == "memory" else "redis"
+    try:
+        module = import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        raise InvalidSettings(
+            [f"state: {name} needs the package {error.name}, which is not installed: pip install 'detgate[{name}]'"]
+        ) from None
+    return cast(Store, module.build(settings, failed))

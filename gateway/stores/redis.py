@@ -9,10 +9,15 @@ scope changed, here or elsewhere, in order of arrival; a message that is lost co
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import secrets
+import socket
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -20,7 +25,9 @@ import orjson
 from gateway.core.errors import Conflict, StoreFault
 from gateway.core.indexing import Ask, Claim, refused
 from gateway.ledger.writer import Ledger
+from gateway.settings import InvalidSettings, Settings
 from gateway.shared import deeds, scripts
+from gateway.shared.address import parse
 from gateway.shared.deeds import KINDS, Fate, scope_name, session_name
 from gateway.shared.link import Link
 from gateway.shared.part import Memory, Part, Telling, Terms
@@ -84,19 +91,45 @@ class Waiter:
     poll: asyncio.TimerHandle | None = None
 
 
+def build(settings: Settings, failed: Callable[[], None]) -> RedisStore:
+    """The store that the settings name. `failed` is called for each call to it that fails.
+
+    Raises `InvalidSettings` where the URL cannot be used.
+    """
+    try:
+        address = parse(settings.state)
+    except ValueError as error:
+        raise InvalidSettings([f"state: {error}"]) from None
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64]
+    terms = Terms(
+        f"{host}-{os.getpid()}-{secrets.token_hex(4)}",
+        orjson.dumps(settings.deciding(), option=orjson.OPT_SORT_KEYS),
+        settings.timeouts.gateway,
+        settings.timeouts.run,
+    )
+    link = Link(address, settings.timeouts.store, failed)
+    return RedisStore(link, terms, strict=settings.profile == "strict", remembered=settings.limits.scopes)
+
+
 class RedisStore:
     """The counters of runs that other processes serve too."""
 
     shared = True
+    gateway: str | None
 
     def __init__(self, link: Link, terms: Terms, *, strict: bool, remembered: int = 100_000) -> None:
         self.link = link
         self.terms = terms
-        self.epoch = 0
+        self.gateway = terms.gateway
         self._strict = strict
         self._remembered = remembered
         self._runs: dict[str, SharedRun] = {}
         self._numbers = count(1)
+
+    @property
+    def scopes(self) -> int:
+        """Counters whose numbers are kept in mind."""
+        return sum(run.scopes for run in self._runs.values())
 
     @property
     def owed(self) -> int:
@@ -112,22 +145,36 @@ class RedisStore:
             return None
         return part.why_not.message if part.why_not is not None else "the store waits for what other gateways know"
 
-    def serve(self, run: str, ledger: Ledger | None = None, memory: Memory | None = None) -> SharedRun:
+    # --- runs
+    def restore(self, run: str, folder: Path, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What a run issued the server knows."""
+        return []
+
+    def fence(self, run: str) -> None:
+        """What the ledger lacks the server knows."""
+
+    def serve(self, run: str, folder: Path | None = None, ledger: Ledger | None = None) -> None:
         """Take part in a run, whose ledger is told of claims that other gateways left behind."""
-        made = self._runs[run] = SharedRun(self, run, ledger, memory)
-        return made
+        self._runs[run] = SharedRun(self, run, folder, ledger)
+
+    def close(self, run: str) -> None:
+        """A run's folder is left. `stop` has left the run itself."""
+        if (left := self._runs.get(run)) is not None:
+            left.hide()
 
     def _run(self, name: str) -> SharedRun:
-        return self._runs.get(name) or self.serve(name)
+        if name not in self._runs:
+            self.serve(name)
+        return self._runs[name]
 
     async def run(self) -> None:
         """Keep up the connection, for ever."""
         await self.link.run()
 
-    async def close(self) -> None:
+    async def stop(self) -> None:
         """Take part in nothing any more."""
         for run in self._runs.values():
-            await run.close()
+            await run.leave()
 
     async def claim(self, key: ScopeKey, ask: Ask, settle_seconds: float) -> Claim:
         return await self._run(key.run).claim(key, ask, settle_seconds)
@@ -165,11 +212,14 @@ class RedisStore:
 class SharedRun:
     """What this process does in one run."""
 
-    def __init__(self, store: RedisStore, run: str, ledger: Ledger | None, memory: Memory | None) -> None:
+    def __init__(self, store: RedisStore, run: str, folder: Path | None, ledger: Ledger | None) -> None:
         self._store = store
         self._link = store.link
         self._run = run
+        self._folder = folder
         self._ledger = ledger
+        self._shown = None if folder is None else deeds.show(folder, store.terms.gateway)
+        memory = Memory() if folder is None else deeds.recall(folder)
         self.part = Part(store.link, run, store.terms, self, memory)
         self._keys = self.part.keys
         self._held: dict[int, Held] = {}
@@ -181,7 +231,7 @@ class SharedRun:
         self._recent: deque[tuple[int, Held]] = deque(maxlen=RECENT)
         self._told = 0
         """The number of the last call that the store has answered."""
-        self._forgot = memory is not None
+        self._forgot = memory.epoch >= 0
         """There were calls that are not among the recent ones."""
         self._next: OrderedDict[ScopeKey, int | None] = OrderedDict()
         self._sessions: OrderedDict[str, None] = OrderedDict()
@@ -189,15 +239,26 @@ class SharedRun:
         store.link.subscribe(self._channel, self._wake)
         self._life = start(self.part.live(), f"run {run}")
 
-    async def close(self) -> None:
+    async def leave(self) -> None:
+        """Take no part any more."""
         await stop(self._life)
         self._link.unsubscribe(self._channel, self._wake)
         await self.part.end()
+
+    def hide(self) -> None:
+        """Live no more, for those who share the folder."""
+        if self._shown is not None:
+            os.close(self._shown)
+            self._shown = None
 
     # --- what this process knows
     @property
     def owed(self) -> int:
         return sum(held.known < held.state for held in self._held.values())
+
+    @property
+    def scopes(self) -> int:
+        return len(self._next)
 
     @property
     def waiting(self) -> int:
@@ -486,20 +547,22 @@ class SharedRun:
         if number >= self._told and not (number < 0 and self._forgot):
             return Telling()
         held = [held for held in self._held.values() if held.index >= 0 and held.state < SETTLED]
-        if self._ledger is None or not self._forgot or self._reaches(number):
+        if self._ledger is None or self._folder is None or not self._forgot or self._reaches(number):
             recent = {each.token: each for told, each in self._recent if told > number and each.index >= 0}
             return Telling(fate.deed() for fate in _fates([*recent.values()]))
         self._ledger.flush()
         live: deeds.Live = {}
         for each in held:
             live.setdefault((each.key.session, each.key.identity, each.index), []).append(_token(each))
-        return await asyncio.to_thread(deeds.told, self._ledger.file.parent, self._store.terms.gateway, live)
+        return await asyncio.to_thread(deeds.told, self._folder, self._store.terms.gateway, live)
 
     def _reaches(self, number: int) -> bool:
         """Whether all calls after this one are among the recent."""
         return number >= 0 and bool(self._recent) and self._recent[0][0] <= number
 
     def resume(self, tokens: Sequence[bytes] | None) -> None:
+        if self._folder is not None:
+            deeds.remember(self._folder, self.part.memory)
         stale = {int(token) for token in tokens or ()} - self._held.keys()
         for held in list(self._held.values()):
             if held.known < held.state:
@@ -512,7 +575,7 @@ class SharedRun:
     def lost(self, gateway: str, claims: Sequence[bytes]) -> None:
         if self._ledger is None:
             return
-        for about, index in zip(claims[::2], claims[1::2], strict=True):
+        for about, index, used in zip(claims[::3], claims[1::3], claims[2::3], strict=True):
             session, identity = orjson.loads(about)
             self._ledger.closed(
                 {
@@ -523,7 +586,8 @@ class SharedRun:
                     "index": int(index),
                     "outcome": "failed",
                     "error": "gateway-lost",
-                    "used": False,
+                    "used": used == b"1",
+                    "gateway": gateway,
                 }
             )
 

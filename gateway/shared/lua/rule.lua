@@ -231,7 +231,8 @@ local function settle(live, index, used)
     return not live.used
 end
 
--- End all claims of a gateway: nothing of them was delivered, as far as anybody knows. Gives what they were about.
+-- End all claims of a gateway. One whose answer had ended may have been delivered, and is used; others are not, as far
+-- as anybody knows. Gives what each was about, its index, and whether that is used.
 local function end_all(claims)
     local lost = {}
     for _, token in ipairs(call('HKEYS', claims)) do
@@ -242,12 +243,13 @@ local function end_all(claims)
             if not claim.ended then
                 complete(live, claim.index)
             end
-            settle(live, claim.index, false)
+            settle(live, claim.index, claim.ended)
         end
         wake()
         close()
         lost[#lost + 1] = claim.about
         lost[#lost + 1] = written(claim.index)
+        lost[#lost + 1] = claim.ended and '1' or '0'
     end
     call('DEL', claims)
     return lost

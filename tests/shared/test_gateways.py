@@ -1,0 +1,247 @@
+"""Several gateways on one store: one counter, whatever happens to the store or to one of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.settings import InvalidSettings
+from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
+from tests.redis_server import Front, RedisServer
+
+CHAT = "/v1/chat/completions"
+SHORT = {"gateway": 1.0, "store": 0.5, "settle": 0.5}
+
+
+async def ask(gate: Gate, text: str = "hello", session: str = "s", **headers: str) -> httpx.Response:
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    return await gate.http.post(CHAT, json=chat(text), headers={"X-Session-ID": session, **given})
+
+
+def index(answer: httpx.Response) -> int:
+    assert answer.status_code == 200, answer.text
+    return int(answer.headers["x-detgate-index"])
+
+
+@asynccontextmanager
+async def gateways(number: int, url: str, worker: FakeWorker, **settings: Any) -> AsyncIterator[list[Gate]]:
+    """Gateways of one run, ready, each with a ledger of its own."""
+    given: dict[str, Any] = {"run": "r", "state": url, "timeouts": SHORT} | settings
+    async with AsyncExitStack() as stack:
+        gates = [await stack.enter_async_context(gateway(pool("policy", worker.url), **given)) for _ in range(number)]
+        for gate in gates:
+            await ready(gate)
+        yield gates
+
+
+async def ready(gate: Gate, status: int = 200, words: str = "") -> dict[str, Any]:
+    """Wait until it says that it is, or is not, and why."""
+    async with asyncio.timeout(20):
+        while True:
+            answer = await gate.http.get("/readyz")
+            told: dict[str, Any] = answer.json()
+            if answer.status_code == status and words in str(told["why"]):
+                return told
+            await asyncio.sleep(0.01)
+
+
+class Held:
+    """A worker's script that answers when it is let."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+
+    async def __call__(self, seen: Seen, reply: Reply) -> None:
+        await self.go.wait()
+        reply.json(completion())
+
+
+async def test_gateways_share_one_counter_and_say_which_of_them_it_was() -> None:
+    async with RedisServer() as server, FakeWorker() as worker, gateways(2, server.url, worker) as (one, two):
+        assert [index(await ask(gate, str(number))) for number, gate in enumerate([one, two, one, two])] == [0, 1, 2, 3]
+        opened = [record for record in one.records() if record["event"] == "opened"]
+        assert [(record["index"], record["epoch"]) for record in opened] == [(0, 0), (2, 0)]
+        others = [record for record in two.records() if record["event"] == "opened"]
+        assert opened[0]["gateway"] != others[0]["gateway"]
+
+
+async def test_at_once_through_many_gateways_no_index_is_given_twice() -> None:
+    async with RedisServer() as server, FakeWorker() as worker, gateways(3, server.url, worker) as gates:
+        answers = await asyncio.gather(*(ask(gates[number % 3], f"text {number}") for number in range(90)))
+        assert sorted(map(index, answers)) == list(range(90))
+
+
+async def test_a_retry_at_another_gateway_keeps_index_and_seed() -> None:
+    failing = True
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        if failing:
+            reply.json({"error": {"message": "no", "type": "x", "code": "x", "param": None}}, 500)
+        else:
+            reply.json(completion())
+
+    async with RedisServer() as server, FakeWorker(script) as worker, gateways(2, server.url, worker) as (one, two):
+        first = await ask(one)
+        assert first.status_code == 500
+        failing = False
+        second = await ask(two, X_Stainless_Retry_Count="1")
+        names = ("x-detgate-index", "x-detgate-seed", "x-detgate-request-id")
+        assert [first.headers[name] for name in names] == [second.headers[name] for name in names]
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+async def test_in_strict_who_races_at_another_gateway_waits_and_is_woken(deaf: bool) -> None:
+    held = Held()
+    async with RedisServer() as server, FakeWorker(held) as worker:
+        timeouts = SHORT | {"settle": 30.0}
+        async with gateways(2, server.url, worker, profile="strict", timeouts=timeouts) as (one, two):
+            if deaf:  # a message that is lost costs time, and nothing else
+                for gate in (one, two):
+                    kept: Any = gate.gateway._store
+                    kept.link._wire._hear = lambda message: None
+            first = asyncio.create_task(ask(one, "first"))
+            await one.until(lambda: len(worker.seen) == 1)
+            second = asyncio.create_task(ask(two, "second"))
+            store: Any = two.gateway._store
+            await two.until(lambda: store._runs["r"].waiting == 1)
+            held.go.set()
+            assert index(await first) == 0
+            answer = await second
+            assert index(answer) == 1
+            assert "racing" in answer.headers["x-detgate-guarantee"]
+
+
+async def test_a_store_that_is_down_at_the_start_is_waited_for() -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        server.kill()
+        async with gateway(pool("policy", worker.url), run="r", state=server.url, timeouts=SHORT) as gate:
+            assert (await gate.http.get("/livez")).status_code == 200
+            told = await ready(gate, 503)
+            assert "the store does not answer" in told["why"][0]
+            refused = await ask(gate)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+            assert refused.headers["retry-after"] == "1"
+            assert await gate.gauge("detgate_store_errors_total") >= 1
+            await server.start()
+            await ready(gate)
+            assert index(await ask(gate)) == 0
+
+
+async def test_a_store_that_stands_still_is_refused_in_bounded_time_and_gives_no_index_twice() -> None:
+    async with RedisServer() as server, FakeWorker() as worker, gateways(2, server.url, worker) as gates:
+        loop = asyncio.get_running_loop()
+        got: list[int] = []
+        refusals = 0
+
+        async def client(number: int) -> None:
+            nonlocal refusals
+            for turn in range(30):
+                before = loop.time()
+                answer = await ask(gates[(number + turn) % 2], f"{number} {turn}")
+                assert loop.time() - before < 5 * SHORT["store"] + 1
+                if answer.status_code == 200:
+                    got.append(index(answer))
+                else:
+                    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+                    refusals += 1
+                    await asyncio.sleep(0.05)
+
+        clients = [asyncio.create_task(client(number)) for number in range(8)]
+        await gates[0].until(lambda: len(got) > 40)
+        server.freeze()
+        await gates[0].until(lambda: refusals > 8, 10)
+        server.thaw()
+        await asyncio.gather(*clients)
+        assert len(set(got)) == len(got)
+        for gate in gates:
+            await ready(gate)
+            store: Any = gate.gateway._store
+            await gate.until(lambda store=store: store.owed == 0)  # type: ignore[misc]
+        after = await ask(gates[0], "after")
+        assert "racing" not in after.headers["x-detgate-guarantee"]
+        assert index(after) not in got
+
+
+async def test_a_claim_whose_answer_is_lost_loses_no_index() -> None:
+    async with RedisServer() as server, Front(server.port) as front, FakeWorker() as worker:
+        async with gateways(1, front.url, worker) as (gate,):
+            assert index(await ask(gate, "a")) == 0
+            front.lose = b'["s","s"]'
+            assert (await ask(gate, "b")).status_code == 503
+            assert front.lose is None
+            await ready(gate)
+            assert index(await ask(gate, "c")) == 2
+            assert index(await ask(gate, "b", X_Stainless_Retry_Count="1")) == 1
+
+
+async def test_settings_that_decide_are_kept_with_the_run() -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        async with gateways(1, server.url, worker) as (one,):
+            assert index(await ask(one)) == 0
+        given: dict[str, Any] = {"run": "r", "state": server.url, "timeouts": SHORT}
+        async with gateway(pool("policy", worker.url), seed=43, scheme="areal", **given) as other:
+            await ready(other, 503, "other settings: scheme, seed")
+            refused = await ask(other)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "run_differs")
+            assert "scheme, seed" in refused.json()["error"]["message"]
+
+
+async def test_a_run_is_joined_and_goes_on_where_it_was() -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        async with gateways(1, server.url, worker) as (one,):
+            assert index(await ask(one, "a")) == 0
+        async with gateways(1, server.url, worker) as (two,):
+            assert index(await ask(two, "b")) == 1
+            assert index(await ask(two, "b", X_Detgate_Run="other")) == 0
+
+
+async def test_a_run_that_was_idle_for_too_long_is_gone() -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        async with gateways(1, server.url, worker, timeouts=SHORT | {"run": 0.4}) as (gate,):
+            assert index(await ask(gate)) == 0
+            answer = await ask(gate)
+            async with asyncio.timeout(10):
+                while answer.status_code == 200:
+                    await asyncio.sleep(0.5)
+                    answer = await ask(gate)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (410, "run_gone")
+            assert answer.headers["x-should-retry"] == "false"
+            left = await server.ask("KEYS", "detgate:{r}:*")
+            assert left == [b"detgate:{r}:over"]
+
+
+async def test_what_a_dead_gateway_had_in_flight_is_released_by_whoever_notices() -> None:
+    held = Held()
+    async with RedisServer() as server, Front(server.port) as front, FakeWorker(held) as worker:
+        given: dict[str, Any] = {"run": "r", "timeouts": SHORT}
+        async with gateway(pool("policy", worker.url), state=front.url, **given) as doomed:
+            await ready(doomed)
+            async with gateways(1, server.url, worker) as (other,):
+                lost = asyncio.create_task(ask(doomed, "x"))
+                await doomed.until(lambda: len(worker.seen) == 1)
+                front.close()  # as far as the others can tell, it is dead
+                await other.until(lambda: any("gateway-lost" in str(record) for record in other.records()), 10)
+                record = next(record for record in other.records() if record.get("error") == "gateway-lost")
+                assert (record["index"], record["outcome"], record["used"]) == (0, "failed", False)
+                held.go.set()
+                assert index(await ask(other, "x")) == 0
+                assert (await lost).status_code == 200  # its answer it gives all the same: of index 0, with its seed
+
+
+async def test_a_run_must_be_named() -> None:
+    with pytest.raises(InvalidSettings, match="run: a name is needed with redis"):
+        async with gateway(pool("policy", "http://127.0.0.1:1"), state="redis://127.0.0.1:1"):
+            pass
+
+
+async def test_a_url_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSettings, match="state: the database is no number") as refused:
+        async with gateway(pool("policy", "http://127.0.0.1:1"), run="r", state="redis://:s-1@127.0.0.1:1/x"):
+            pass
+    assert "s-1" not in str(refused.value)
