@@ -101,6 +101,8 @@ class Pipeline:
             work.api = API_OF.get(location.route, "openai")
             if self.draining:
                 raise Busy("The gateway is shutting down. Ask another, or ask again later.", code="shutting_down")
+            if self._sessions.shared:
+                await self._prepare(request, location)
             names, session = self._identify(request, location)
             if self._local.owns(location.route):
                 await self._local.answer(location.route, request, client, session)
@@ -132,6 +134,13 @@ class Pipeline:
         if names.run is not None and key.startswith(PREFIX):
             self._runs.revive(names.run)
         return names, self._sessions.find(self._sessions.visitor(key), names, self._runs.own.name)
+
+    async def _prepare(self, request: Request, location: identity.Location) -> None:
+        """Know of a session that was created at another gateway."""
+        names, key = identity.named(location, request.fields), given(request.fields)
+        if names.run is not None and (names.session is not None or key.startswith(PREFIX)):
+            self._runs.find(names.run)
+        await self._sessions.prepared(names.run or self._runs.own.name, key)
 
     # --- index: claimed before anything waits.
     async def _claim(self, work: Work, asked: Asked) -> None:
