@@ -84,16 +84,17 @@ class _Routes:
         self._runs = runs
         self._sessions = sessions
         self._desk = desk
-        self._looking = asyncio.Lock()
 
     async def start(self, request: Request) -> Response:
         """Create what is asked for; 429 where there is no room, 409 where the key's session is open."""
-        self._may_start(given(dict(request.headers.raw)))
+        key = given(dict(request.headers.raw))
+        await self._sessions.prepared(self._runs.own.name, key)
+        self._may_start(key)
         asked = await read(request, Start)
         size = asked.group_size or 1
         wanted = Wanted(asked.task_id, group_size=size if size > 1 else None)
         try:
-            made, keys = self._sessions.create(self._desk.run(named(request).run).name, wanted, asked.api_key)
+            made, keys = await self._sessions.create(self._desk.run(named(request).run).name, wanted, asked.api_key)
         except Busy as fault:
             if fault.code == "too_many_sessions":
                 raise TooMany(fault.message, code="too_many_sessions") from None
@@ -109,27 +110,18 @@ class _Routes:
 
     async def reward(self, request: Request) -> Response:
         """Give a request its reward; 400 where there is no such request, 410 where the session has ended."""
-        session = self._session(request)
+        session = await self._session(request)
         asked = await read(request, Rewarding)
-        if session.state != "open":
-            raise Gone(f"Session {session.known.session} has ended and takes no rewards.", code="session_ended")
-        interaction = session.find(asked.interaction_id)
-        if interaction is not None:
-            self._sessions.reward(session, interaction, asked.reward)
-        elif asked.interaction_id is None:
-            raise CallerFault("No request of this session was answered yet.", code="no_interactions")
-        else:
-            async with self._looking:
-                self._sessions.reward(session, await self._look(session, asked.interaction_id), asked.reward)
+        await self._sessions.reward(session, asked.interaction_id, asked.reward, self._look)
         told = {"session_id": session.known.session, "interaction_count": session.interactions}
         return _json(200, {"message": "success", **told})
 
     async def end(self, request: Request) -> Response:
         """End a session. Asked twice it is the same, as clients repeat; 410 where it had failed before."""
-        session = self._session(request)
+        session = await self._session(request)
         if session.state == "failed":
             raise Gone(f"Session {session.known.session} has failed: {session.why}.", code="session_ended")
-        self._sessions.end(session)
+        await self._sessions.end(session)
         return _json(200, {"message": "success", "interaction_count": session.interactions})
 
     def _may_start(self, key: bytes) -> None:
@@ -139,17 +131,18 @@ class _Routes:
         elif self._sessions.visitor(key).holder is not None:
             raise Unauthorized("This key opens a session, and starts none.")
 
-    def _session(self, request: Request) -> Session:
+    async def _session(self, request: Request) -> Session:
         """The session whose key is given, or that is named by whoever may read it. Raises `Unauthorized`."""
-        visitor, names = self._desk.visitor(request)
+        visitor, names = await self._desk.visitor(request)
         if visitor.holder is None and names.session is None:
             raise Unauthorized("The key of a session is needed, as a Bearer token or in x-api-key.")
-        asked = self._desk.session(request)
+        asked = await self._desk.session(request)
         if asked.session is None:
             raise CallerFault(
                 f"Session {asked.name} was used without having been created: it has no rewards.",
                 code="session_not_created",
             )
+        await self._sessions.refresh(asked.session)
         return asked.session
 
     async def _look(self, session: Session, name: str) -> Interaction:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -41,6 +41,8 @@ SWEEPS = 4
 SHORTEST, LONGEST = 0.05, 30.0
 """Seconds between two looks, at least and at most."""
 
+UNDELIVERED = "its last request was not delivered: "
+
 State = Literal["open", "ended", "failed"]
 
 
@@ -56,6 +58,13 @@ class Wanted(NamedTuple):
     """Its place in the order of submission."""
     failed_reward: float | None = None
     """Its reward if it fails before it was given one; None: as the settings say."""
+
+    @property
+    def identities(self) -> list[str]:
+        """That of each session."""
+        if self.group_size is None:
+            return [self.identity]
+        return [f"{self.identity}:{member}" for member in range(self.group_size)]
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +113,11 @@ class Session:
         return self.known.run, self.known.session
 
     @property
+    def undelivered(self) -> str | None:
+        """Why it has failed if it ends now and nobody says more."""
+        return None if self.trouble is None else f"{UNDELIVERED}{self.trouble}"
+
+    @property
     def reward(self) -> float | None:
         """The sum of its requests' rewards, exact but for the last rounding; None: it has none."""
         return None if self._total is None else float(self._total)
@@ -138,6 +152,12 @@ class Session:
         if not interaction.delivered and self._recent.get(key) is interaction:
             del self._recent[key]
 
+    def stands(self, trouble: str | None, interactions: int, total: Fraction | None) -> None:
+        """It is known anew how it stands. `total`: the sum of its rewards."""
+        if total is None and self.state == "failed" and self.failed_reward is not None:
+            total = Fraction(self.failed_reward)
+        self.trouble, self.interactions, self._total = trouble, interactions, total
+
     def with_reward(self, before: float | None, reward: float) -> Fraction:
         """What the sum would be if a request's reward were changed."""
         return (self._total or Fraction()) + Fraction(reward) - Fraction(before or 0.0)
@@ -167,7 +187,8 @@ class Group:
 
     def ahead(self, session: Session) -> Session | None:
         """The first member before this one that has not ended."""
-        return next((m for m in self.members[: session.known.member or 0] if m.state == "open"), None)
+        place = session.known.member or 0
+        return next((m for m in self.members if (m.known.member or 0) < place and m.state == "open"), None)
 
     async def turn(self, session: Session, seconds: float) -> Session | None:
         """Wait until every member before this one has ended; the first that has not, when time is up."""
@@ -192,8 +213,15 @@ class Visitor(NamedTuple):
     """The key is one of `auth.api_keys`, which open every session."""
 
 
+Look = Callable[[Session, str], Awaitable[Interaction]]
+"""Finds a request of a session by its own id or its answer's. Raises `CallerFault` where there is none."""
+
+
 class Sessions:
     """Owns every session that was created, until it has ended and `limits.sessions` others ended after it."""
+
+    shared = False
+    """Other gateways create and end sessions too."""
 
     def __init__(self, settings: Settings, store: Store) -> None:
         self._keys = Keys(settings.auth)
@@ -201,6 +229,7 @@ class Sessions:
         self._limit = settings.limits.sessions
         self._idle_seconds = settings.sessions.idle_seconds
         self._failed_reward = settings.sessions.failed_reward
+        self._looking = asyncio.Lock()
         self._strict = settings.profile == "strict" and not settings.sessions.allow_random
         self._ledgers: dict[str, Ledger] = {}
         self._sessions: dict[tuple[str, str], Session] = {}
@@ -271,13 +300,35 @@ class Sessions:
         return self._groups.get((run, name))
 
     # --- life
-    def create(self, run: str, wanted: Wanted, key: str | None = None) -> tuple[list[Session], list[str]]:
+    async def create(self, run: str, wanted: Wanted, key: str | None = None) -> tuple[list[Session], list[str]]:
         """Create a session, or a group of sessions, and the key of each.
 
         `key`: the key of a session that has ended, which the first one shall have; any other is not taken. Raises
         `CallerFault` for what cannot be an identity, `Conflict` where the key's session has not ended, `Busy` where too
         many are live or the ledger cannot be written; nothing is created then.
         """
+        self._check_random(wanted)
+        self.sweep()
+        if self.live + (wanted.group_size or 1) > self._limit:
+            raise too_many(self.live)
+        before = self._by_key.get(digest(key.encode())) if key is not None else None
+        if before is not None and before.state == "open":
+            raise active(before.known.session)
+        sessions = self._made(run, wanted)
+        keys = [new_key() for _ in sessions]
+        if before is not None and key is not None:
+            keys[0] = key
+        for session, each in zip(sessions, keys, strict=True):
+            session.key = digest(each.encode())
+        ledger = self._ledgers[run]
+        since = ledger.mark
+        ledger.opened(*map(created_record, sessions))
+        for session in sessions:
+            session.since = since
+            self._take(session)
+        return sessions, keys
+
+    def _check_random(self, wanted: Wanted) -> None:
         if self._strict and random_like(wanted.identity):
             raise CallerFault(
                 "This identity holds a random id, so no other run could repeat it. Name the session by what it is "
@@ -285,40 +336,21 @@ class Sessions:
                 code="random_session",
                 param="identity",
             )
-        self.sweep()
-        if self.live + (wanted.group_size or 1) > self._limit:
-            raise Busy(
-                f"{self.live} sessions are open already. End some, or raise limits.sessions.", code="too_many_sessions"
-            )
-        before = self._by_key.get(digest(key.encode())) if key is not None else None
-        if before is not None and before.state == "open":
-            raise Conflict(f"This key is that of session {before.known.session}, which is open.", code="session_active")
-        sessions = self._made(run, wanted)
-        keys = [(PREFIX + secrets.token_urlsafe(32).encode()).decode() for _ in sessions]
-        if before is not None and key is not None:
-            keys[0] = key
-        for session, each in zip(sessions, keys, strict=True):
-            session.key = digest(each.encode())
-        ledger = self._ledgers[run]
-        since = ledger.mark
-        ledger.opened(*map(_created, sessions))
-        for session in sessions:
-            session.since = since
-            self._take(session)
-        return sessions, keys
 
-    def _made(self, run: str, wanted: Wanted) -> list[Session]:
+    def _made(self, run: str, wanted: Wanted, ordinal: int | None = None) -> list[Session]:
+        """Sessions as they are wanted, at this ordinal or the first that is free. Nobody knows of them yet."""
         size = wanted.group_size
-        identities = [wanted.identity] if size is None else [f"{wanted.identity}:{member}" for member in range(size)]
-        ordinal = self._ordinal(run, identities, None if size is None else wanted.identity)
+        identities = wanted.identities
+        if ordinal is None:
+            ordinal = self._ordinal(run, identities, None if size is None else wanted.identity)
         group = None
         if size is not None:
-            group = Group(run, _numbered(wanted.identity, ordinal), wanted.identity, size)
+            group = Group(run, numbered(wanted.identity, ordinal), wanted.identity, size)
         made = []
         for member, identity in enumerate(identities):
             known = Known(
                 run=run,
-                session=_numbered(identity, ordinal),
+                session=numbered(identity, ordinal),
                 identity=identity,
                 ordinal=ordinal,
                 order=wanted.index_order,
@@ -337,8 +369,8 @@ class Sessions:
         return next(
             ordinal
             for ordinal in count(first)
-            if (group is None or (run, _numbered(group, ordinal)) not in self._groups)
-            and not any(self._taken(run, _numbered(identity, ordinal)) for identity in identities)
+            if (group is None or (run, numbered(group, ordinal)) not in self._groups)
+            and not any(self._taken(run, numbered(identity, ordinal)) for identity in identities)
         )
 
     def _taken(self, run: str, session: str) -> bool:
@@ -360,23 +392,21 @@ class Sessions:
             self._groups[group.run, group.id] = group
         self._touch(session)
 
-    def end(self, session: Session, failed: str | None = None) -> None:
+    async def end(self, session: Session, failed: str | None = None) -> None:
         """End a session: it takes no more requests. `failed`: why its work is worth nothing, if so.
 
         One whose last request was not delivered has failed too. Harmless when repeated. Raises `LedgerFault`.
         """
         if session.state != "open":
             return
-        why = failed
-        if why is None and session.trouble is not None:
-            why = f"its last request was not delivered: {session.trouble}"
-        self._ledgers[session.known.run].opened(_ended(session, why))
+        why = session.undelivered if failed is None else failed
+        self._ledgers[session.known.run].opened(ended_record(session, why))
         self._close(session, why)
 
-    def end_unknown(self, run: str, name: str, failed: str | None = None) -> Session:
+    async def end_unknown(self, run: str, name: str, failed: str | None = None) -> Session:
         """End a session that was used without having been created: it takes no more requests either."""
         session = Session(Known(run, name, name), None)
-        self._ledgers[run].opened(_ended(session, failed))
+        self._ledgers[run].opened(ended_record(session, failed))
         self._sessions[session.place] = session
         self._close(session, failed)
         return session
@@ -401,11 +431,25 @@ class Sessions:
         if group is not None and not any(member.place in self._sessions for member in group.members):
             del self._groups[group.run, group.id]
 
-    def reward(self, session: Session, interaction: Interaction, reward: float) -> None:
-        """Give a request its reward; one that it had before counts no more. Raises `Gone`, `LedgerFault`."""
+    async def reward(self, session: Session, name: str | None, reward: float, look: Look) -> None:
+        """Give a request its reward; one that it had before counts no more.
+
+        `name`: its own id or its answer's; None: the last that was delivered. `look` finds one that is remembered no
+        more. Raises `CallerFault` where there is none, `Gone`, `LedgerFault`.
+        """
         if session.state != "open":
-            raise Gone(f"Session {session.known.session} has ended and takes no rewards.", code="session_ended")
-        self._ledgers[session.known.run].opened(_rewarded(session, interaction, reward))
+            raise no_rewards(session)
+        interaction = session.find(name)
+        if interaction is not None:
+            self._give(session, interaction, reward)
+            return
+        async with self._looking:
+            self._give(session, await sought(session, name, look), reward)
+
+    def _give(self, session: Session, interaction: Interaction, reward: float) -> None:
+        if session.state != "open":
+            raise no_rewards(session)
+        self._ledgers[session.known.run].opened(rewarded_record(session, interaction, reward))
         session.add(interaction.reward, reward)
         interaction.reward = reward
         if not session.open:
@@ -434,6 +478,13 @@ class Sessions:
         self._idle.pop(session, None)
         self._idle[session] = asyncio.get_running_loop().time()
 
+    # --- other gateways
+    async def prepared(self, run: str, key: bytes) -> None:
+        """Know what other gateways know that whoever comes with a key may mean. Raises `StoreFault`."""
+
+    async def refresh(self, session: Session) -> None:
+        """Know how a session stands at all gateways. Raises `StoreFault`."""
+
     # --- time
     async def run(self) -> None:
         """End what is idle for too long, as long as this runs."""
@@ -449,7 +500,7 @@ class Sessions:
             if since > due:
                 return
             why = f"idle for {self._idle_seconds:g} s"
-            self._ledgers[session.known.run].closed(_ended(session, why))
+            self._ledgers[session.known.run].closed(ended_record(session, why))
             self._close(session, why)
             log.info("session ended", run=session.known.run, session=session.known.session, why=why)
 
@@ -461,7 +512,7 @@ class Sessions:
         for record in records:
             event, name = record.get("event"), record.get("session")
             if event == "session":
-                session = _restored(run, record)
+                session = restored(run, record)
                 created.pop(session.known.session, None)
                 created[session.known.session] = session
                 if session.key in holders:
@@ -477,7 +528,7 @@ class Sessions:
         """Know the sessions of a run that was opened, and record in this ledger what becomes of them."""
         self._ledgers[run] = ledger
         created, ended = self._noted.pop(run)
-        for session in _whole(created.values()):
+        for session in whole(created.values()):
             self._take(session)
         for name, why in ended.items():
             session = self._sessions.get((run, name)) or Session(Known(run, name, name), None)
@@ -485,7 +536,34 @@ class Sessions:
             self._close(session, why)
 
 
-def _numbered(name: str, ordinal: int) -> str:
+async def sought(session: Session, name: str | None, look: Look) -> Interaction:
+    """A request that is remembered no more. Raises `CallerFault`."""
+    if name is None:
+        raise CallerFault("No request of this session was answered yet.", code="no_interactions")
+    return await look(session, name)
+
+
+def new_key() -> str:
+    """A key that nobody has."""
+    return (PREFIX + secrets.token_urlsafe(32).encode()).decode()
+
+
+def too_many(live: int) -> Busy:
+    """The refusal of a session beyond the limit."""
+    return Busy(f"{live} sessions are open already. End some, or raise limits.sessions.", code="too_many_sessions")
+
+
+def active(session: str) -> Conflict:
+    """The refusal of a key that opens a session."""
+    return Conflict(f"This key is that of session {session}, which is open.", code="session_active")
+
+
+def no_rewards(session: Session) -> Gone:
+    """The refusal of a reward that comes too late."""
+    return Gone(f"Session {session.known.session} has ended and takes no rewards.", code="session_ended")
+
+
+def numbered(name: str, ordinal: int) -> str:
     """The id of the session, or group, that comes after `ordinal` others of its name."""
     return f"{name}-{ordinal}" if ordinal else name
 
@@ -497,7 +575,8 @@ def _check(name: str) -> None:
         raise CallerFault(fault.message, code="invalid_identity", param="identity") from None
 
 
-def _created(session: Session) -> dict[str, Any]:
+def created_record(session: Session) -> dict[str, Any]:
+    """The ledger's record of a session that is created."""
     known, group = session.known, session.group
     assert session.key is not None
     return {
@@ -518,7 +597,8 @@ def _created(session: Session) -> dict[str, Any]:
     }
 
 
-def _ended(session: Session, why: str | None) -> dict[str, Any]:
+def ended_record(session: Session, why: str | None) -> dict[str, Any]:
+    """The ledger's record of its end. `why`: it failed."""
     run, name = session.place
     reward = session.reward
     return {
@@ -531,7 +611,8 @@ def _ended(session: Session, why: str | None) -> dict[str, Any]:
     }
 
 
-def _rewarded(session: Session, interaction: Interaction, reward: float) -> dict[str, Any]:
+def rewarded_record(session: Session, interaction: Interaction, reward: float) -> dict[str, Any]:
+    """The ledger's record of a reward."""
     run, name = session.place
     return {
         "event": "reward",
@@ -563,7 +644,7 @@ def _again(session: Session, record: dict[str, Any]) -> None:
         session.dropped(interaction)
 
 
-def _restored(run: str, record: dict[str, Any]) -> Session:
+def restored(run: str, record: dict[str, Any]) -> Session:
     """The session that a record tells of; its group is put together later."""
     known = Known(
         run=run,
@@ -587,7 +668,7 @@ def _restored(run: str, record: dict[str, Any]) -> Session:
     )
 
 
-def _whole(sessions: Iterable[Session]) -> Iterator[Session]:
+def whole(sessions: Iterable[Session]) -> Iterator[Session]:
     """Sessions, those of a group put together by their numbers. A group that was not written whole is left out."""
     groups: dict[str, list[Session]] = {}
     for session in sessions:

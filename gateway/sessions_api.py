@@ -100,10 +100,11 @@ class Desk:
         """Create what is wanted, in the run that it names."""
         key = given(dict(request.headers.raw))
         if not self._admin.holds(key):
+            await self._sessions.prepared(self._runs.own.name, key)
             self._sessions.visitor(key)
         wanted = await read(request, Creation)
         run = self.run(named(request).run if wanted.run is None else identity.run_name(wanted.run.encode(), "run"))
-        made, keys = self._sessions.create(
+        made, keys = await self._sessions.create(
             run.name,
             Wanted(
                 wanted.identity,
@@ -131,44 +132,51 @@ class Desk:
 
     async def state(self, request: Request) -> dict[str, Any]:
         """How a session stands."""
-        asked = self.session(request)
+        asked = await self.session(request)
         if asked.session is None:
             return await self._uncreated(asked)
-        return self._shown(asked.session)
+        told = self._shown(asked.session)
+        if self._sessions.shared:
+            folder, _ = self._runs.reading(asked.run.name)
+            told["open_requests"] = (await exports.of_session(folder, asked.name, None)).open
+        return told
 
     async def requests(self, request: Request) -> Response:
         """What a session asked for, and what came of it."""
-        asked = self.session(request)
+        asked = await self.session(request)
         folder, _ = self._runs.reading(asked.run.name)
         since = None if asked.session is None else asked.session.since
         return exports.whole(await exports.of_session(folder, asked.name, since))
 
     async def end(self, request: Request, failed: str | None = None) -> dict[str, Any]:
         """Let a session take no more requests; `failed` says why its work is worth nothing."""
-        asked = self.session(request)
+        asked = await self.session(request)
         if asked.session is None:
-            return self._shown(self._sessions.end_unknown(asked.run.name, asked.name, failed or None))
-        self._sessions.end(asked.session, failed or None)
+            return self._shown(await self._sessions.end_unknown(asked.run.name, asked.name, failed or None))
+        await self._sessions.end(asked.session, failed or None)
         return self._shown(asked.session)
 
     async def group(self, request: Request) -> dict[str, Any]:
         """How a group and its members stand."""
-        return self._together(self._group(request))
+        group = await self._group(request)
+        for session in group.members:
+            await self._sessions.refresh(session)
+        return self._together(group)
 
     async def end_group(self, request: Request, failed: str | None = None) -> dict[str, Any]:
         """End all members of a group that have not ended."""
-        group = self._group(request)
+        group = await self._group(request)
         for session in group.members:
-            self._sessions.end(session, failed or None)
+            await self._sessions.end(session, failed or None)
         return self._together(group)
 
     # --- who asks for what
-    def session(self, request: Request) -> Asked:
+    async def session(self, request: Request) -> Asked:
         """The session that is asked for, if the key opens it.
 
         Raises `NotFound`, `Unauthorized`, `Forbidden`. Whether there is a session is told to those alone who may know.
         """
-        visitor, names = self.visitor(request)
+        visitor, names = await self.visitor(request)
         if visitor.holder is None:
             self._admin.check(given(dict(request.headers.raw)))
         session = self._sessions.read(visitor, names, self._runs.own.name)
@@ -178,10 +186,12 @@ class Desk:
             session = self._sessions.read(visitor, names, run.name)
         if session is None and not self._store.knows(run.name, name):
             raise NotFound(f"Run {run.name} has no session {name}.", code="session_not_found")
+        if session is not None:
+            await self._sessions.refresh(session)
         return Asked(run, name if session is None else session.known.session, session)
 
-    def _group(self, request: Request) -> Group:
-        visitor, names = self.visitor(request)
+    async def _group(self, request: Request) -> Group:
+        visitor, names = await self.visitor(request)
         if visitor.holder is not None:
             raise NotFound("This key opens a session, and no group.", code="group_not_found")
         self._admin.check(given(dict(request.headers.raw)))
@@ -192,11 +202,12 @@ class Desk:
             raise NotFound(f"Run {run.name} has no group {name}.", code="group_not_found")
         return group
 
-    def visitor(self, request: Request) -> tuple[Visitor, Named]:
+    async def visitor(self, request: Request) -> tuple[Visitor, Named]:
         names = named(request)
         key = given(dict(request.headers.raw))
         if names.run is not None and key.startswith(PREFIX):
             self._runs.revive(names.run)
+        await self._sessions.prepared(names.run or self._runs.own.name, key)
         return Visitor() if self._admin.holds(key) else self._sessions.visitor(key), names
 
     def run(self, name: str | None, *, known: bool = False) -> Run:

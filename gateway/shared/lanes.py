@@ -15,18 +15,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
-from pathlib import Path
 from typing import Any, Literal
 
 import structlog
 
 from gateway.core.errors import Busy, StoreFault
 from gateway.core.strangers import Tally
+from gateway.shared import scripts
 from gateway.shared.link import Link, Script
 
 log = structlog.get_logger("detgate.lanes")
 
-SCRIPT = Script(Path(__file__).with_suffix(".lua").read_text())
+SCRIPT = Script(scripts.read("lanes"))
 
 RENEWALS = 4
 """How often a lease is renewed while it lasts."""

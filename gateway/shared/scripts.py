@@ -9,12 +9,13 @@ from gateway.shared.link import Script
 _FOLDER = files("gateway.shared") / "lua"
 
 
-def _read(name: str) -> str:
+def read(name: str) -> str:
+    """The source of one."""
     return (_FOLDER / f"{name}.lua").read_text(encoding="utf-8")
 
 
 def _of_run(name: str) -> Script:
-    return Script(_read("rule") + _read(name))
+    return Script(read("rule") + read(name))
 
 
 CLAIM = _of_run("claim")
@@ -24,7 +25,7 @@ TAKE_PART = _of_run("take_part")
 REPORT = _of_run("report")
 BEAT = _of_run("beat")
 LEAVE = _of_run("leave")
-SETTLED = Script(_read("settled"))
+SETTLED = Script(read("settled"))
 
 
 def keys(run: str, gateway: str) -> tuple[bytes, bytes, bytes]:

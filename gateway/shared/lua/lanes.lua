@@ -251,7 +251,7 @@ function operations.enrol()
         return { 'gone' }
     end
     local before, count = ARGV[FIRST] == '1', tonumber(ARGV[FIRST + 1])
-    local server = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
+    local server = string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)')
     local last = redis.call('GET', root .. 'about')
     local known = redis.call('HEXISTS', root .. 'gateways', token) == 1
     if (last and last ~= server) or (before and not known) then

@@ -1,0 +1,177 @@
+"""What happened to the sessions of one run, in one order for all gateways.
+
+Every call brings what happened since the last one, so whoever has asked is up to date; between calls messages bring it,
+and a look now and then, since a message may be lost. Where the store has forgotten, every gateway tells it again what
+it knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+
+import orjson
+import structlog
+
+from gateway.core.errors import StoreFault
+from gateway.shared import scripts
+from gateway.shared.link import Link, Script
+from gateway.tasks import start, stop
+
+log = structlog.get_logger("detgate.sessions")
+
+SCRIPT = Script(scripts.read("sessions"))
+
+LOOK_SECONDS = 1.0
+"""How often is asked what happened, whether a message came or not."""
+
+Words = Sequence[str | bytes | int]
+
+
+class Kept(NamedTuple):
+    """A session, as the store keeps it."""
+
+    ordinal: int
+    key: str
+    about: dict[str, Any]
+    ended: bool
+    why: str | None
+
+
+class Witness(Protocol):
+    """Who is told what happened."""
+
+    def happened(self, event: dict[str, Any]) -> None:
+        """One event, in order. Told again it changes nothing."""
+
+    def found(self, sessions: Iterable[Kept]) -> None:
+        """All sessions that there are."""
+
+    def known(self) -> Iterable[Words]:
+        """All that it knows, as the script's `retell` takes it."""
+
+
+class Events:
+    """Follows what happens in one run."""
+
+    def __init__(self, link: Link, run: str, limit: int, retention: float, witness: Witness) -> None:
+        self._link = link
+        self._witness = witness
+        self._limit, self._kept = limit, round(retention * 1000)
+        self._run = run
+        prefix = scripts.prefix_of(run)
+        self._keys = (prefix, scripts.keys(run, "")[0])
+        self._channel = prefix + b"sessions"
+        self._memory = ""
+        """Names the store's memory; nothing: it was never asked."""
+        self._number = -1
+        """Of the last event that is known; -1: none is, and whether there were any."""
+        self._beginning = asyncio.Lock()
+        self._look = asyncio.Event()
+        link.connected.append(self.soon)
+        link.subscribe(self._channel, self._hear)
+        self._following = start(self._follow(), f"sessions of {run}")
+
+    @property
+    def ready(self) -> bool:
+        """All that had happened before is known."""
+        return self._number >= 0
+
+    async def close(self) -> None:
+        self._link.connected.remove(self.soon)
+        self._link.unsubscribe(self._channel, self._hear)
+        await stop(self._following)
+
+    async def call(self, operation: str, *words: str | bytes | int) -> Any:
+        """What an operation of the script gives; what happened until then is known. Raises `StoreFault`."""
+        if not self.ready:
+            await self.catch_up()
+        sent = self._number
+        return await self._heard(sent, await self._link.call(SCRIPT, self._keys, self._args(operation, words, sent)))
+
+    def tell(self, operation: str, *words: str | bytes | int) -> None:
+        """As `call`, for what nobody waits for. Nothing where the store is away."""
+        with suppress(StoreFault):
+            self._link.send(SCRIPT, self._keys, self._args(operation, words, -1))
+
+    async def catch_up(self) -> None:
+        """Learn what has happened. Raises `StoreFault`."""
+        if self.ready:
+            await self.call("since")
+        else:
+            await self._begin("")
+
+    def soon(self) -> None:
+        """Look at once."""
+        self._look.set()
+
+    # --- what happens
+    async def _heard(self, sent: int, reply: Sequence[Any]) -> Any:
+        """Take in what a reply brings beside its result. `sent`: the number that was known when it was asked for."""
+        memory, number, events, result = reply
+        if memory.decode() != self._memory or number < sent:
+            log.warning("the store may have forgotten sessions: it is told again", run=self._run)
+            await self._begin(self._memory)
+        elif events is None:
+            await self._begin(self._memory)
+        else:
+            for each, text in events:
+                self._take(each, text)
+            if self._number < number:
+                await self.call("since")
+        return result
+
+    def _hear(self, message: bytes) -> None:
+        number, _, text = message.partition(b" ")
+        if self.ready and not self._take(int(number), text):
+            self.soon()
+
+    def _take(self, number: int, text: bytes) -> bool:
+        """Take in one event. False: there were others before it."""
+        if number == self._number + 1:
+            self._number = number
+            self._witness.happened(orjson.loads(text))
+        return number <= self._number
+
+    async def _begin(self, before: str) -> None:
+        """Learn all that there is. `before`: the memory that was known when this was found to be needed."""
+        async with self._beginning:
+            if self._memory != before:
+                return
+            for words in self._witness.known():
+                await self._ask("retell", *words)
+            memory, number, *_ = await self._ask("since")
+            kept, cursor = [], b"0"
+            while True:
+                *_, (cursor, *some) = await self._ask("all", cursor)
+                kept += some
+                if cursor == b"0":
+                    break
+            self._witness.found(_kept(each) for each in kept)
+            self._memory, self._number = memory.decode(), number
+        await self.call("since")
+
+    async def _ask(self, operation: str, *words: str | bytes | int) -> Any:
+        """A call that brings no events."""
+        return await self._link.call(SCRIPT, self._keys, self._args(operation, words, -1))
+
+    def _args(self, operation: str, words: Words, number: int) -> Words:
+        memory = self._memory or secrets.token_hex(8)
+        return (operation, memory, number, self._kept, self._limit, *words)
+
+    async def _follow(self) -> None:
+        while True:
+            with suppress(StoreFault):
+                await self.catch_up()
+            self._look.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._look.wait()
+
+
+def _kept(words: Sequence[Any]) -> Kept:
+    ordinal, key, about, why = words
+    return Kept(ordinal, key.decode(), orjson.loads(about), why != b"", orjson.loads(why) if why else None)
