@@ -171,6 +171,29 @@ def _replay_plans(args: argparse.Namespace) -> int:
     return commands.replay_decisions(args.recorded, _settings(args).ledger.path, as_json=args.json)
 
 
+def _launch_profile(args: argparse.Namespace) -> int:
+    from gateway import launch
+    from gateway.launch import formats
+
+    wish = launch.Wish(
+        hardware=args.hardware,
+        role=args.role,
+        model=args.model,
+        host=args.host,
+        port=args.port,
+        tensor_parallel=args.tensor_parallel,
+        prefix_cache=args.prefix_cache,
+    )
+    try:
+        profile = launch.load(args.engine).profile(wish)
+        profile.check(args.engine_version)
+    except LookupError as error:
+        print(f"detgate: {error.args[0]}", file=sys.stderr)
+        return 2
+    print(formats.as_json(profile) if args.json else formats.FORMATS[args.format](profile))
+    return 0
+
+
 def _settings(args: argparse.Namespace) -> Settings:
     from gateway.settings import Settings
 
@@ -237,6 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     _sim_flags(add("sim", _sim, "one simulated engine; POST /_sim switches its faults"))
     _config_flags(add("config", _config, "what is in force, secrets masked"))
     _seed_flags(add("seed", _seed, "the seed that a request gets"))
+    _launch_flags(add("launch-profile", _launch_profile, "how to start an engine so that its answers can repeat"))
     _launch_flags(add("launch-profile", _launch_profile, "how to start an engine so that its answers can repeat"))
     _verify_flags(add("verify", _verify, "canaries to every replica: does it repeat? exit 0 all passed, 1 not"))
     _doctor_flags(add("doctor", _doctor, "what breaks determinism; exit 0 strict would serve, 1 refuse, 2 not known"))
@@ -347,6 +371,25 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--junit", type=Path, metavar="FILE", help="a JUnit report too")
 
 
+def _launch_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("engine", choices=("vllm", "sglang"), help="which engine")
+    parser.add_argument("--hardware", default="hopper", help="ampere, hopper, blackwell, mi300, cpu … (hopper)")
+    parser.add_argument("--role", choices=("generate", "reward"), default="generate", help="sample, or score")
+    parser.add_argument("--model", default="MODEL", help="name or folder of the model")
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (0.0.0.0)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on")
+    parser.add_argument("--tensor-parallel", type=_positive, default=1, metavar="N", help="GPUs of one replica")
+    parser.add_argument("--prefix-cache", action="store_true", help="keep the prefix cache, at the cost that is told")
+    parser.add_argument("--engine-version", metavar="V", help="refuse if the engine is older than the mode")
+    parser.add_argument(
+        "--format",
+        choices=("text", "shell", "script", "env", "compose"),
+        default="text",
+        help="for people; a command; a script; variables to source before srun or ray; a compose service",
+    )
+    parser.add_argument("--json", action="store_true", help="everything, with reasons and sources")
+
+
 def _sim_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", required=True, choices=("vllm", "sglang"), help="which to simulate")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
@@ -404,6 +447,12 @@ def _duration(text: str) -> float:
     if found is None:
         raise argparse.ArgumentTypeError("a time is needed, as in 60s, 2m or 1h")
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise argparse.ArgumentTypeError("a whole number from 1 is needed")
+    return int(text)
 
 
 def _index(text: str) -> int:

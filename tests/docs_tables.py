@@ -1,4 +1,4 @@
-"""The parts of the documents that are made from the code: settings, engines, vectors, timelines.
+"""The parts of the documents that are made from the code: settings, engines, metrics, vectors, timelines.
 
     python -m tests.docs_tables        brings docs/ up to date and names the files that changed
 
@@ -12,14 +12,17 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from gateway import engines, schemes
+from gateway import engines, launch, schemes
+from gateway.assembly import Gateway
 from gateway.core import seeds
 from gateway.core.types import Handling
 from gateway.settings import Settings, schema
@@ -29,9 +32,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 NOT_YET = {
-    "state": r"settings\.state\b(?! != \"memory\")",
     "ledger.bodies": r"ledger\.bodies\b",
-    "timeouts.store": r"timeouts\.store\b",
     "guards.clones": r"(guards|settings)\.clones\b",
 }
 """Settings that nothing reads yet: the key, and how the code would read it."""
@@ -169,6 +170,83 @@ def _id(name: str, handling: Handling) -> str:
     return ", ".join(f"`{header.decode()}`" for header, _ in engines.load(name).id_headers("")) or "–"
 
 
+# --- metrics
+
+LABELS = {
+    "pool": "names of pools",
+    "replica": "names of replicas",
+    "route": "the data plane's routes, else `unknown`",
+    "status": "HTTP statuses; 499 where the client had left",
+    "outcome": "how a sending ended",
+    "guard": "names of guards",
+    "code": "[codes of errors](errors.md)",
+    "reason": "[reasons](guarantees.md#reasons)",
+}
+"""What a label's values are taken from: never from what a client sent."""
+
+
+def metrics(_: str) -> str:
+    """Every series that a gateway exports."""
+    rows = []
+    for family in exported():
+        suffix = {"counter": "_total", "histogram": "_bucket"}.get(family.type, "")
+        labels = ", ".join(f"`{label}`" for label in family._labelnames) or "–"
+        rows.append((f"`{family.name}{suffix}`", family.type, labels, family.documentation))
+    return table(("series", "kind", "labels", "meaning"), rows)
+
+
+def exported() -> list[Any]:
+    """The metric families of a gateway."""
+    replicas = [{"name": "policy-0", "url": "http://127.0.0.1:1"}]
+    with TemporaryDirectory() as folder:
+        settings = Settings.load(
+            None,
+            {},
+            {
+                "ledger": {"path": folder},
+                "pools": [{"name": "policy", "engine": "vllm", "replicas": replicas}],
+            },
+        )
+        gateway = Gateway(settings)
+        try:
+            return list(gateway.telemetry.collect())
+        finally:
+            gateway.runs.close()
+
+
+def labels(_: str) -> str:
+    """Where the values of labels come from."""
+    used = {label for family in exported() for label in family._labelnames}
+    return table(("label", "values"), ((f"`{label}`", LABELS[label]) for label in sorted(used)))
+
+
+def alerts(_: str) -> str:
+    """The alert rules, by what they tell."""
+    [group] = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules" / "detgate.yml").read_text())["groups"]
+    rows = (
+        (f"`{rule['alert']}`", rule["labels"]["severity"], rule["annotations"]["summary"]) for rule in group["rules"]
+    )
+    return table(("alert", "severity", "says"), rows)
+
+
+# --- launch profiles
+
+
+def launched(_: str) -> str:
+    """The profiles that there are, and since when the engine's makers say that the mode holds."""
+    rows = (
+        (engine, f"`{hardware}`", profile.since, _linked(profile.claim.rstrip(".")))
+        for engine in launch.names()
+        for hardware in launch.load(engine).HARDWARE
+        for profile in [launch.load(engine).profile(launch.Wish(hardware))]
+    )
+    return table(("engine", "`--hardware`", "from version", "what its makers say"), rows)
+
+
+def _linked(text: str) -> str:
+    return re.sub(r"https://[^\s;,)]+", lambda found: f"<{found[0]}>", text)
+
+
 # --- seeds
 
 
@@ -206,6 +284,10 @@ def timeline(name: str) -> str:
 PARTS: dict[str, Callable[[str], str]] = {
     "settings": settings,
     "engine": engine,
+    "metrics": metrics,
+    "labels": labels,
+    "alerts": alerts,
+    "launch": launched,
     "vectors": vectors,
     "samples": samples,
     "timeline": timeline,

@@ -66,6 +66,7 @@ async def test_probes_generate_nothing_and_carry_the_replicas_own_key(engine: st
     assert asked[0].url.path == PROBES[engine]
     assert {request.method for request in asked} == {"GET"}
     told = {"/v1/models", "/metrics", "/version", "/weight_info", "/server_info", "/model_info", "/v1/loads"}
+    told.add("/detgate/processes")
     assert {request.url.path for request in asked} <= {PROBES[engine], *told}
     assert {request.headers["authorization"] for request in asked} == {"Bearer replica-key"}
     assert all(request.content == b"" for request in asked)

@@ -88,5 +88,5 @@ def test_the_readme_names_targets_and_commands_that_there_are() -> None:
     readme = (ROOT / "README.md").read_text()
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M))
     assert {"run", "test"} <= set(re.findall(r"\bmake ([a-z-]+)", readme)) <= targets
-    commands = set(re.findall(r'add\("([a-z]+)", _', (ROOT / "gateway" / "cli.py").read_text()))
-    assert set(re.findall(r"\bdetgate ([a-z]+)\b", readme)) == commands
+    commands = set(re.findall(r'add\("([a-z-]+)", _', (ROOT / "gateway" / "cli.py").read_text()))
+    assert set(re.findall(r"\bdetgate ([a-z-]+)\b", readme)) == commands

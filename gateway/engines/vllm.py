@@ -99,8 +99,11 @@ def id_headers(engine_id: str) -> Headers:
 
 _SETTINGS = "/server_info?config_format=json"
 
-ASKS = ("/version", "/metrics", "/weight_info", _SETTINGS)
-"""The last two are served in its development mode alone. They tell settings, not what kernels do."""
+_PROCESSES = "/detgate/processes"
+
+ASKS = ("/version", "/metrics", "/weight_info", _SETTINGS, _PROCESSES)
+"""The third and fourth are served in its development mode alone. They tell settings, not what kernels do. The last is
+the route of `gateway.vllm_plugin`, where that is installed."""
 
 PREEMPTIONS = ("/metrics", "vllm:num_preemptions_total")
 """A request that was preempted is computed anew in one pass, as no step computed it before."""
@@ -139,7 +142,7 @@ def facts(told: Mapping[str, Any]) -> Facts:
     defaults = numbers(model.get("override_generation_config"))
     source = text(model.get("generation_config"))
     return Facts(
-        deterministic=flag(at(info, "vllm_env").get("VLLM_BATCH_INVARIANT")),
+        deterministic=_invariant(info, told),
         is_generation=None if runner is None else runner == "generate",
         default_min_p=dict(defaults).get("min_p"),
         priority_scheduling=_is(scheduler.get("policy"), "priority"),
@@ -167,6 +170,14 @@ def facts(told: Mapping[str, Any]) -> Facts:
         sampling_defaults=None if source is None else "engine" if source == "vllm" else "model",
         defaults=defaults,
     )
+
+
+def _invariant(info: Any, told: Mapping[str, Any]) -> bool | None:
+    """Whether it is in its batch-invariant mode, as its development mode tells, or else each of its processes."""
+    processes = at(told, _PROCESSES).get("processes")
+    if "vllm_env" in info or not isinstance(processes, list) or not processes:
+        return flag(at(info, "vllm_env").get("VLLM_BATCH_INVARIANT"))
+    return all(at(each, "environment").get("VLLM_BATCH_INVARIANT") == "1" for each in processes)
 
 
 def _label(metrics: Any, name: str) -> str | None:
