@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -48,8 +47,7 @@ class DuplicateField(ValueError):
         """Dotted path: `seed`, `sampling_params.seed`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Set:
+class Set(NamedTuple):
     """Insert a field, or replace its value where present. Parents that are absent or null become
     objects."""
 
@@ -58,16 +56,14 @@ class Set:
     """The value as JSON."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rename:
+class Rename(NamedTuple):
     """Give a field another key in place. No effect where it is absent."""
 
     path: tuple[str, ...]
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Remove:
+class Remove(NamedTuple):
     """Take a field out: key, value and one comma. No effect where it is absent."""
 
     path: tuple[str, ...]
@@ -173,6 +169,10 @@ class Document:
         Raises `ValueError` where two edits touch one field or a new name is taken; `Malformed` where a
         field is to be set inside a value that is neither an object nor null.
         """
+        if edits and (front := self._front(edits)) is not None:
+            start = self.raw.index(b"{") + 1
+            comma = b"," if self.value else b""
+            return b"".join((self.raw[:start], front, comma, memoryview(self.raw)[start:]))
         splices: list[_Splice] = []
         self._splice(_tree(edits), self.value, (), splices)
         splices.sort()
@@ -185,6 +185,17 @@ class Document:
             position = end
         pieces.append(raw[position:])
         return b"".join(pieces)
+
+    def _front(self, edits: Sequence[Edit]) -> bytes | None:
+        """What goes in front of all members where these edits set absent fields of the body and do nothing else."""
+        value = self.value
+        pieces = {}
+        for edit in edits:
+            name = edit.path[0]
+            if type(edit) is not Set or len(edit.path) > 1 or name in value or name in pieces:
+                return None
+            pieces[name] = b"%b:%b" % (_quoted(name), edit.literal)
+        return b",".join(pieces.values())
 
     def _written_once(self) -> bool:
         """True if the bytes are just what a writer makes of `value`, which has every key once.

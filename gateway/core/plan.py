@@ -49,6 +49,8 @@ def read_wish(handling: Handling, document: Document, *, split: bool = False) ->
 
     `split`: each input of a scoring request gets a call of its own. Raises `CallerFault`.
     """
+    if handling.kind == "sample" and handling.plain(document.value):
+        return Wish(calls=(Call(0, 0, None, document, ()),))
     if handling.kind != "sample":
         return Wish(calls=tuple(fanout.calls(handling, document, (), split_inputs=split)))
     samples = fanout.samples(handling, document)
@@ -91,8 +93,12 @@ def make(
             source = "derived"
     calls = wish.calls
     if seed is not None:
-        drawn = _each_seed(wish, seed)
-        calls = tuple([call._replace(seed=drawn[call.sample]) for call in calls])
+        if len(calls) == 1 and not wish.each:
+            sample, prompt, _, document, edits = calls[0]
+            calls = (Call(sample, prompt, seed, document, edits),)
+        else:
+            drawn = _each_seed(wish, seed)
+            calls = tuple([call._replace(seed=drawn[call.sample]) for call in calls])
     return Plan(identity, index, seed, source, ids.request_id(identity, index, ordinal), calls)
 
 
@@ -101,7 +107,9 @@ def seed_edits(handling: Handling, call: Call) -> list[Edit]:
     if handling.kind != "sample":
         return []
     value = call.document.value
-    edits: list[Edit] = [Remove(path) for path in handling.strays if path[0] in value and _present(value, path)]
+    edits: list[Edit] = []
+    if not handling.asks.isdisjoint(value):
+        edits += [Remove(path) for path in handling.strays if path[0] in value and _present(value, path)]
     if call.seed is not None and handling.seed is not None:
         edits.append(Set(handling.seed, b"%d" % call.seed))
     return edits

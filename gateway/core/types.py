@@ -4,7 +4,7 @@ recomputed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from gateway.core.document import Document, Edit
@@ -64,6 +64,20 @@ class Handling:
     """Name of the rule by which `gateway.core.fanout` parts a request and `gateway.core.merge` joins the
     answers; None: never fanned out."""
     methods: tuple[str, ...] = ("POST",)
+    computes: bool = field(init=False)
+    """It is one for the engine itself, not for what stands before it: it takes an index."""
+    asks: frozenset[str] = field(init=False)
+    """Fields of the body that must be looked into: one without them is one call that brings no seed, if its first
+    input is a text."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "computes", self.kind in ("sample", "score"))
+        paths = (self.seed, *self.strays, self.n)
+        object.__setattr__(self, "asks", frozenset([path[0] for path in paths if path]).union(self.inputs[1:]))
+
+    def plain(self, body: Mapping[str, Any]) -> bool:
+        """Whether a body asks for one sample and brings no seed, which shows without looking into it."""
+        return self.asks.isdisjoint(body) and (not self.inputs or type(body.get(self.inputs[0])) is str)
 
 
 class Call(NamedTuple):
@@ -126,7 +140,7 @@ class Facts:
 
     def known(self) -> dict[str, Any]:
         """Those that were told, by name."""
-        named = ((field.name, getattr(self, field.name)) for field in fields(self))
+        named = ((each.name, getattr(self, each.name)) for each in fields(self))
         return {name: value for name, value in named if value not in (None, ())} | (
             {"defaults": dict(self.defaults)} if self.defaults else {}
         )
