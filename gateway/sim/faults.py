@@ -12,7 +12,7 @@ from typing import Any
 PROBES = frozenset({"/health", "/ready", "/health_generate", "/ping"})
 TELLING = PROBES | {"/metrics", "/version", "/v1/models", "/server_info", "/get_server_info", "/model_info"}
 ACTING = {"/abort_request", "/flush_cache", "/reset_prefix_cache"}
-QUIET = TELLING | ACTING | {"/v1/loads", "/get_model_info", "/weight_info"}
+QUIET = TELLING | ACTING | {"/v1/loads", "/get_model_info", "/weight_info", "/detgate/processes"}
 _PROBE_FIELDS = frozenset({"health_delay", "health_status"})
 
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +104,14 @@ def wait_ready(gate: Gate) -> None:
             raise NotReady(f"ended with {gate.process.returncode}:\n{gate.log()[-4000:]}")
         if time.monotonic() > deadline:
             raise NotReady(f"not ready in {READY_SECONDS:g} s:\n{gate.log()[-4000:]}")
+        time.sleep(0.1)
+
+
+def wait(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait until something holds; `AssertionError` where it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
         time.sleep(0.1)
 
 
