@@ -171,27 +171,13 @@ def _replay_plans(args: argparse.Namespace) -> int:
     return commands.replay_decisions(args.recorded, _settings(args).ledger.path, as_json=args.json)
 
 
-def _launch_profile(args: argparse.Namespace) -> int:
-    from gateway import launch
-    from gateway.launch import formats
+def _replay_requests(args: argparse.Namespace) -> int:
+    from gateway.evidence import commands
 
-    wish = launch.Wish(
-        hardware=args.hardware,
-        role=args.role,
-        model=args.model,
-        host=args.host,
-        port=args.port,
-        tensor_parallel=args.tensor_parallel,
-        prefix_cache=args.prefix_cache,
+    settings = _settings(args) if args.url else _with_pools(args)
+    return commands.replay_again(
+        args.recorded, settings, url=args.url, config=args.config, run=args.as_run, as_json=args.json
     )
-    try:
-        profile = launch.load(args.engine).profile(wish)
-        profile.check(args.engine_version)
-    except LookupError as error:
-        print(f"detgate: {error.args[0]}", file=sys.stderr)
-        return 2
-    print(formats.as_json(profile) if args.json else formats.FORMATS[args.format](profile))
-    return 0
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -260,7 +246,6 @@ def _parser() -> argparse.ArgumentParser:
     _sim_flags(add("sim", _sim, "one simulated engine; POST /_sim switches its faults"))
     _config_flags(add("config", _config, "what is in force, secrets masked"))
     _seed_flags(add("seed", _seed, "the seed that a request gets"))
-    _launch_flags(add("launch-profile", _launch_profile, "how to start an engine so that its answers can repeat"))
     _launch_flags(add("launch-profile", _launch_profile, "how to start an engine so that its answers can repeat"))
     _verify_flags(add("verify", _verify, "canaries to every replica: does it repeat? exit 0 all passed, 1 not"))
     _doctor_flags(add("doctor", _doctor, "what breaks determinism; exit 0 strict would serve, 1 refuse, 2 not known"))
@@ -347,6 +332,12 @@ def _replay_flags(parser: argparse.ArgumentParser) -> None:
     plans = commands.add_parser("plans", help=text, description=text, allow_abbrev=False)
     plans.set_defaults(command=_replay_plans)
     _recorded_flags(plans)
+    text = "send a recorded run again, to a running gateway (--url) or to one of its own (--config), and compare"
+    requests = commands.add_parser("requests", help=text, description=text, allow_abbrev=False)
+    requests.set_defaults(command=_replay_requests)
+    _recorded_flags(requests)
+    requests.add_argument("--url", metavar="URL", help="a running gateway; its keys come from the configuration")
+    requests.add_argument("--run", dest="as_run", metavar="NAME", help="name of the new run (LEDGER's with -replay)")
 
 
 def _recorded_flags(parser: argparse.ArgumentParser) -> None:
@@ -369,25 +360,6 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
         "--json", type=Path, nargs="?", const=Path("-"), metavar="FILE", help="as JSON; into a file if one is named"
     )
     parser.add_argument("--junit", type=Path, metavar="FILE", help="a JUnit report too")
-
-
-def _launch_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("engine", choices=("vllm", "sglang"), help="which engine")
-    parser.add_argument("--hardware", default="hopper", help="ampere, hopper, blackwell, mi300, cpu … (hopper)")
-    parser.add_argument("--role", choices=("generate", "reward"), default="generate", help="sample, or score")
-    parser.add_argument("--model", default="MODEL", help="name or folder of the model")
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (0.0.0.0)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on")
-    parser.add_argument("--tensor-parallel", type=_positive, default=1, metavar="N", help="GPUs of one replica")
-    parser.add_argument("--prefix-cache", action="store_true", help="keep the prefix cache, at the cost that is told")
-    parser.add_argument("--engine-version", metavar="V", help="refuse if the engine is older than the mode")
-    parser.add_argument(
-        "--format",
-        choices=("text", "shell", "script", "env", "compose"),
-        default="text",
-        help="for people; a command; a script; variables to source before srun or ray; a compose service",
-    )
-    parser.add_argument("--json", action="store_true", help="everything, with reasons and sources")
 
 
 def _sim_flags(parser: argparse.ArgumentParser) -> None:
@@ -447,12 +419,6 @@ def _duration(text: str) -> float:
     if found is None:
         raise argparse.ArgumentTypeError("a time is needed, as in 60s, 2m or 1h")
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise argparse.ArgumentTypeError("a whole number from 1 is needed")
-    return int(text)
 
 
 def _index(text: str) -> int:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from gateway.evidence import diff_text, ledgers, replay_plans, replay_text, report
+from gateway.evidence import diff_text, ledgers, recorded, replay_plans, replay_requests, replay_text, report, started
 from gateway.evidence.diff import Diff, compare
 from gateway.evidence.ledgers import Unusable
+from gateway.evidence.replay_requests import Failed, Notes, Target
+from gateway.settings import Settings
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
 """Exit statuses."""
@@ -49,6 +53,43 @@ def replay_decisions(name: str, ledger: Path, *, as_json: bool = False) -> int:
     return DIFFERENT if found.different else EQUAL
 
 
+def replay_again(
+    name: str, settings: Settings, *, url: str | None, config: Path | None, run: str | None, as_json: bool = False
+) -> int:
+    """Send a recorded run again, to the gateway at `url` or to one that is started with `config`, and compare."""
+    try:
+        script = recorded.script(ledgers.find(name, settings.ledger.path))
+    except Unusable as error:
+        return unusable(error, as_json=as_json)
+    wanted = run or f"{script.run}-replay"
+    notes = Notes.of(Path(f"{wanted}.replay.json"), wanted)
+    try:
+        found = asyncio.run(_again(script, settings, url, config, wanted, notes))
+    except (Unusable, Failed) as error:
+        print("detgate: the same command goes on where it stopped", file=sys.stderr)
+        return unusable(error, as_json=as_json)
+    except KeyboardInterrupt:
+        print("detgate: stopped; the same command goes on from here", file=sys.stderr)
+        raise
+    return tell(found, as_json=as_json)
+
+
+async def _again(
+    script: recorded.Script, settings: Settings, url: str | None, config: Path | None, run: str, notes: Notes
+) -> Diff:
+    auth = settings.auth
+    key = auth.api_keys[0].get_secret_value() if auth.api_keys else os.environ.get("OPENAI_API_KEY")
+    admin = None if auth.admin_key is None else auth.admin_key.get_secret_value()
+    async with AsyncExitStack() as stack:
+        if url is None:
+            assert config is not None
+            url = await stack.enter_async_context(started.gateway(config, run))
+        target = Target(url, run, key, admin)
+        with progress() as shown:
+            task = shown.add_task(f"run {run}", total=script.requests)
+            return await replay_requests.send(script, target, notes, lambda done: shown.update(task, completed=done))
+
+
 def tell(found: Diff, *, as_json: bool) -> int:
     """Print what a comparison found; the exit status."""
     if as_json:
@@ -60,7 +101,7 @@ def tell(found: Diff, *, as_json: bool) -> int:
     return EQUAL if found.equal else DIFFERENT
 
 
-def unusable(error: Unusable, *, as_json: bool) -> int:
+def unusable(error: Exception, *, as_json: bool) -> int:
     """Say why there is nothing to compare; the exit status."""
     print(f"detgate: {error}", file=sys.stderr)
     if as_json:

@@ -117,18 +117,19 @@ def compare(
     b: Source,
     *,
     answers_only: bool = False,
-    delivered_only: bool = False,
+    replayed: bool = False,
     watch: Callable[[str, int], None] = lambda phase, done: None,
 ) -> Diff:
     """Compare two sources. Raises `Unusable` where one of them holds no request.
 
-    `answers_only`: what the client cannot have noticed is no difference. `delivered_only`: what A did not deliver is
-    left out. `watch` is told how far it has come: with `read`, bytes of both; with `walk`, requests.
+    `answers_only`: what the client cannot have noticed is no difference. `replayed`: B is A sent again, so what A did
+    not deliver is left out, and how often something was asked for is nobody's concern. `watch` is told how far it has
+    come: with `read`, bytes of both; with `walk`, requests.
     """
     mine = Requests.read(a, lambda done: watch("read", done))
     theirs = Requests.read(b, lambda done: watch("read", a.bytes + done))
     try:
-        return _Walk(mine, theirs, answers_only, delivered_only, watch).result()
+        return _Walk(mine, theirs, answers_only, replayed, watch).result()
     finally:
         mine.sorter.close()
         theirs.sorter.close()
@@ -136,11 +137,11 @@ def compare(
 
 class _Walk:
     def __init__(
-        self, a: Requests, b: Requests, answers_only: bool, delivered_only: bool, watch: Callable[[str, int], None]
+        self, a: Requests, b: Requests, answers_only: bool, replayed: bool, watch: Callable[[str, int], None]
     ) -> None:
         self._a, self._b = a, b
         self._answers_only = answers_only
-        self._delivered_only = delivered_only
+        self._replayed = replayed
         self._watch = watch
         self._runs = (Run(a.source.name, a.source.deciding, a.seeds), Run(b.source.name, b.source.deciding, b.seeds))
         self._diff = Diff(*self._runs)
@@ -180,9 +181,13 @@ class _Walk:
 
     def _collect(self, pair: Pair) -> None:
         diff, group = self._diff, self._group
-        if self._delivered_only and (pair[0] is None or not pair[0].delivered):
-            diff.skipped += 1
-            return
+        if self._replayed:
+            if pair[0] is None or not pair[0].delivered:
+                diff.skipped += 1
+                return
+            for one in pair:
+                if one is not None:
+                    one.claims = 1
         group.bins.append(min(BINS - 1, diff.compared // self._each_bin))
         diff.compared += 1
         diff.common += None not in pair

@@ -1,0 +1,195 @@
+"""A recorded run sent again: the same sessions, identities and indices in a new run, and nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.cli import main
+from gateway.evidence import recorded as recording
+from gateway.evidence.ledgers import Unusable, find
+from gateway.evidence.replay_requests import Failed, Notes, Target, send
+from gateway.sim import SimServer, SimSettings
+from tests.evidence.ledger import request, write
+from tests.evidence.runs import ask, converse, recorded
+from tests.harness import MODEL, Gate, chat, pool
+
+CHAT = "/v1/chat/completions"
+TALK = ["What is there to see?", "And after that?", "And in the evening?"]
+SAME: dict[str, Any] = {"sim": {"prefix_cache": False}, "routing": {"slack": "inf", "on_home_down": "next"}}
+
+
+async def varied(gate: Gate) -> None:
+    """A run of everything that a replay must bring back."""
+    await converse(gate, "3:0", TALK)
+    await ask(gate, "physical", "hi", {"X-Detgate-Identity": "3:1"})
+    await asyncio.gather(*[ask(gate, "tree", f"branch {n // 2}", {"X-Index-Order": "content"}) for n in range(4)])
+    await asyncio.gather(*[ask(gate, "raced", f"sibling {n}") for n in range(3)])
+    for number in (4, 1):
+        await ask(gate, "numbers", f"number {number}", {"X-Request-Index": str(number)})
+    await ask(gate, "keys", "keyed", {"Idempotency-Key": "k"})
+    await gate.http.post("/v1/chat/completions", json=chat("of no session", max_tokens=4))
+    await ask(gate, "streams", "hi", stream=True)
+    for wanted in ({"identity": "eval", "seed": 9}, {"identity": "eval"}, {"identity": "task", "group_size": 2}):
+        created = (await gate.http.post("/sessions", json=wanted)).json()
+        for session in created.get("sessions", [created]):
+            key = {"Authorization": f"Bearer {session['api_key']}"}
+            for text in ("one", "two"):
+                await gate.http.post("/v1/chat/completions", json=chat(text, max_tokens=4), headers=key)
+            await gate.http.delete(f"/sessions/{session['session_id']}", headers=key)
+
+
+def asked(*servers: SimServer) -> int:
+    """How many chats have reached these engines."""
+    return sum(seen.route == CHAT for server in servers for seen in server.engine.counters.seen)
+
+
+async def again(folder: Path, gate: Gate, run: str = "b", **target: Any) -> Any:
+    script = recording.script(find("a", folder))
+    done: list[int] = []
+    notes = Notes.of(folder / "notes.json", run)
+    found = await send(script, Target(gate.url, run, **target), notes, done.append)
+    assert done == sorted(done)
+    assert done[-1] == script.requests
+    return found
+
+
+async def test_a_run_sent_again_is_equal(tmp_path: Path) -> None:
+    async with recorded(tmp_path, "a", **SAME) as (gate, _):
+        await varied(gate)
+    async with recorded(tmp_path, "own", **SAME) as (gate, servers):
+        found = await again(tmp_path, gate)
+        assert (found.equal, found.compared, found.skipped) == (True, 24, 0), found.kept
+        before = asked(*servers)
+        assert (await again(tmp_path, gate)).equal
+        assert asked(*servers) == before == 24
+    assert not (tmp_path / "notes.json").exists()
+
+
+async def test_what_is_other_at_the_second_time_is_named(tmp_path: Path) -> None:
+    async with recorded(tmp_path, "a", **SAME) as (gate, _):
+        await converse(gate, "3:0", TALK)
+    async with recorded(tmp_path, "own", seed=43, **SAME) as (gate, _):
+        found = await again(tmp_path, gate)
+    assert dict(found.roots) == {"other-seed": 3}
+    assert found.first is not None
+    assert (found.first.one.identity, found.first.one.index) == ("3:0", 0)
+
+
+async def test_requests_are_in_flight_together_as_they_were(tmp_path: Path) -> None:
+    slow: dict[str, Any] = {"sim": {"prefix_cache": False, "token_seconds": 0.02}}
+    async with recorded(tmp_path, "a", replicas=1, **slow) as (gate, _):
+        await asyncio.gather(*[ask(gate, "raced", f"sibling {n}") for n in range(3)])
+        await ask(gate, "raced", "after")
+    async with recorded(tmp_path, "own", replicas=1, **slow) as (gate, _):
+        await again(tmp_path, gate)
+        events = [
+            (record["event"], record["index"])
+            for record in gate.records() + _records(tmp_path / "b")
+            if record.get("run") == "b" and record["event"] in ("opened", "closed")
+        ]
+    events = list(dict.fromkeys(events))
+    assert set(events[:3]) == {("opened", 0), ("opened", 1), ("opened", 2)}
+    assert events[-2:] == [("opened", 3), ("closed", 3)]
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
+
+
+async def test_what_was_not_delivered_is_left_out(tmp_path: Path) -> None:
+    async with recorded(tmp_path, "a", replicas=1, **SAME) as (gate, [server]):
+        await ask(gate, "s", "whole")
+        server.engine.faults.add(route="/v1/chat/completions", delay_head=30.0)
+        left = asyncio.create_task(ask(gate, "t", "left"))
+        await gate.until(lambda: gate.in_flight("policy-0") == 1)
+        left.cancel()
+        await gate.until(lambda: not gate.in_flight("policy-0"))
+    async with recorded(tmp_path, "own", replicas=1, **SAME) as (gate, _):
+        found = await again(tmp_path, gate)
+    assert (found.equal, found.compared, found.skipped) == (True, 1, 1)
+
+
+async def test_a_gateway_that_is_gone_stops_it_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    async with recorded(tmp_path, "a", **SAME) as (gate, _):
+        await varied(gate)
+    ledger = {"path": str(tmp_path / "second"), "bodies": False}
+    async with recorded(tmp_path, "own", ledger=ledger, **SAME) as (gate, servers):
+        served = 0
+
+        def count(done: int) -> None:
+            nonlocal served
+            served = done
+            if done == 12:
+                raise Failed("enough")
+
+        script = recording.script(find("a", tmp_path))
+        notes = Notes.of(tmp_path / "notes.json", "b")
+        with pytest.raises(Failed, match="enough"):
+            await send(script, Target(gate.url, "b"), notes, count)
+        if notes.keys:
+            assert stat.S_IMODE(notes.file.stat().st_mode) == 0o600
+        sent = asked(*servers)
+        assert 12 <= sent < script.requests
+        found = await again(tmp_path, gate)
+        assert found.equal, found.kept
+        assert asked(*servers) <= script.requests + script.at_once
+
+
+def test_without_bodies_there_is_nothing_to_send(tmp_path: Path) -> None:
+    write(tmp_path / "a", request("s", 0))
+    with pytest.raises(Unusable, match=r"ledger\.bodies: true"):
+        recording.script(find("a", tmp_path))
+
+
+async def test_a_url_where_nobody_listens_is_told(tmp_path: Path) -> None:
+    async with recorded(tmp_path, "a", **SAME) as (gate, _):
+        await ask(gate, "s", "hi")
+    script = recording.script(find("a", tmp_path))
+    with pytest.raises(Failed, match="does not answer"):
+        await send(script, Target("http://127.0.0.1:9", "b"), Notes(tmp_path / "notes.json", "b"), lambda done: None)
+
+
+async def test_the_command_starts_a_gateway_is_stopped_and_goes_on(tmp_path: Path) -> None:
+    """The whole of it: processes, CTRL-C, a second start, the verdict as JSON."""
+    async with recorded(tmp_path / "ledger", "a", replicas=1, **SAME) as (gate, _):
+        for number in range(6):
+            await ask(gate, f"s:{number}", "hi")
+    told: Any = {"engine": "vllm", "model": MODEL, "token_seconds": 0.0, "prefix_cache": False}
+    async with SimServer(SimSettings(**told)) as server:
+        settings = {"pools": [pool("policy", server.url)], "ledger": {"path": str(tmp_path / "ledger")}}
+        (tmp_path / "gateway.yaml").write_text(yaml.safe_dump(settings))
+        server.engine.faults.add(route="/v1/chat/completions", delay_head=0.3)
+        command = ("-m", "gateway", "replay", "requests", "a", "--config", str(tmp_path / "gateway.yaml"), "--json")
+        process = await _started(tmp_path, *command)
+        while asked(server) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        assert await process.wait() == 130
+        assert asked(server) < 6
+        server.engine.faults.clear()
+        process = await _started(tmp_path, *command)
+        out, _ = await process.communicate()
+        assert process.returncode == 0, out
+        found = json.loads(out)
+        assert (found["equal"], found["compared"], found["b"]) == (True, 6, "a-replay")
+        assert asked(server) <= 7
+
+
+async def _started(folder: Path, *command: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, *command, cwd=folder, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+
+
+def test_neither_url_nor_pools_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "requests", "a", "--ledger", str(tmp_path)]) == 2
+    assert "pools: none" in capsys.readouterr().err
