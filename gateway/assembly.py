@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from importlib import import_module
 from typing import Any
 
 from gateway import control, stores
@@ -29,7 +30,10 @@ class Gateway:
         self.telemetry = Telemetry()
         self.fleet = Fleet(settings)
         store = self._store = stores.build(settings, self.telemetry.store_errors.add)
-        self.sessions = Sessions(settings, store)
+        self._joint: Any = None
+        if store.shared:
+            self._joint = import_module("gateway.joint").Joint(settings, store, self.fleet)
+        self.sessions: Sessions = self._joint.sessions if store.shared else Sessions(settings, store)
         self.runs = Runs(settings, store, self.sessions, self.telemetry.ledger_errors.add, resume=resume, new=new_run)
         self.run = self.runs.own.name
         self.pipeline = Pipeline(settings, self.runs, self.sessions, self.fleet, store, self.telemetry)
@@ -69,15 +73,19 @@ class Gateway:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Probe while it serves; its runs are ended cleanly afterwards."""
-        tasks = (
+        tasks = [
             start(self._store.run(), "store"),
             start(self.health.run(), "health"),
             start(self.silence.run(), "silence"),
             start(self.sessions.run(), "sessions"),
-        )
+        ]
+        if self._joint is not None:
+            tasks.append(start(self._joint.run(), "lanes"))
         try:
             yield
         finally:
+            if self._joint is not None:
+                await self._joint.close()
             await self._store.stop()
             await stop(*tasks)
             for replica in self.fleet.replicas:

@@ -61,6 +61,9 @@ def build(
         ready = probed and len(why_not) < len(asked) and not draining()
         if draining():
             why_not.insert(0, "shutting down")
+        if not sessions.ready:
+            ready = False
+            why_not.insert(0, f"the sessions of run {run.name} are not known yet")
         if (down := store.why_down(run.name)) is not None:
             ready = False
             why_not.insert(0, down)

@@ -12,7 +12,8 @@ import httpx
 import structlog
 
 from gateway.core import exposition
-from gateway.core.strangers import Look, Watch
+from gateway.core.errors import StoreFault
+from gateway.core.strangers import Look, Tally, Watch
 from gateway.core.vitals import Outcome
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.introductions import introduce
@@ -32,6 +33,9 @@ WRAPPINGS = 10
 CONFIRM_SECONDS = 0.1
 """Seconds after which a replica that seems to have others' requests is asked again."""
 
+
+COMING_AND_GOING = ("foreign-traffic", "fingerprint-changed")
+"""Findings that are logged each time, where they are seen."""
 
 METRICS_SECONDS = 2.0
 """How long a replica may take to tell of its preemptions: a probe does not wait for it longer."""
@@ -111,10 +115,10 @@ class Health:
             self.probed.set()
 
     def _warn(self, pool: Pool) -> None:
-        """Log what is found, once. What comes and goes is logged where it is seen."""
+        """Log what is found, once."""
         for finding in pool.findings:
             key = (finding.replica or finding.pool, finding.id)
-            if self._off or finding.severity == "note" or finding.id == "foreign-traffic" or key in self._warned:
+            if self._off or finding.severity == "note" or finding.id in COMING_AND_GOING or key in self._warned:
                 continue
             self._warned.add(key)
             log.warning(finding.text, pool=pool.name, replica=finding.replica, finding=finding.id, mend=finding.mend)
@@ -161,18 +165,30 @@ class Health:
         if pool.engine.LOAD is None:
             return False, False
         replica.most_inside = replica.inside
-        leaving = replica.leaving
-        sent, inside, dropped = replica.sent, replica.inside, replica.dropped
+        before = await self._tally(pool, replica)
         told = await _text(http, pool, replica, pool.engine.LOAD)
         if pool.engine.PREFIX_CACHE is not None:
             self._note_cache(pool, replica, exposition.label(told, *pool.engine.PREFIX_CACHE))
+        after = await self._tally(pool, replica)
+        if before is None or after is None:
+            return False, False
+        most = before.open + after.taken - before.taken if pool.lanes.shared else replica.most_inside
         running = pool.engine.running(told)
-        has = running is not None and running > replica.most_inside + max(leaving, replica.leaving)
+        has = running is not None and running > most + max(before.leaving, after.leaving)
         done = pool.engine.done(told)
         if done is None:
             return has, False
         watch = self._watches.setdefault(replica, Watch(exact=pool.engine.EXACT))
-        return has, watch.outdone(Look(done, sent, inside + leaving, dropped, replica.sent))
+        return has, watch.outdone(Look(done, before.taken, before.open + before.leaving, before.dropped, after.taken))
+
+    async def _tally(self, pool: Pool, replica: Replica) -> Tally | None:
+        """What was sent to a replica, by this gateway or by all; None: no one knows of all."""
+        if not pool.lanes.shared:
+            return Tally(replica.sent, replica.dropped, replica.inside, replica.leaving)
+        try:
+            return await pool.lanes.tally(replica.name)
+        except StoreFault:
+            return None
 
     def _note_cache(self, pool: Pool, replica: Replica, told: str | None) -> None:
         if told is not None:

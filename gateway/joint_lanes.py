@@ -63,6 +63,8 @@ class JointLane(Lane):
 class JointLanes(Lanes):
     """The lanes of one pool, over all gateways."""
 
+    shared = True
+
     def __init__(self, alone: Lanes, link: Link, seconds: float) -> None:
         super().__init__(alone.pool, alone.scope, alone.limit, alone.queue, episodes=alone.episodes)
         self.places = Places(link, self.pool, self.limit or 0, self.queue, seconds, apart=self.apart)

@@ -79,8 +79,7 @@ class JointSessions(Sessions):
         """Sessions with an open request here."""
 
     @property
-    def ready(self) -> bool:
-        """What other gateways have created is known here."""
+    def ready(self) -> bool:  # type: ignore[override]
         return all(events.ready for events in self._events.values())
 
     def serve(self, run: str, ledger: Ledger) -> None:

@@ -114,6 +114,9 @@ class Lane:
 class Lanes:
     """The lanes of one pool, by its scope. A lane exists while it is used."""
 
+    shared = False
+    """Other gateways send to the pool too."""
+
     def __init__(self, pool: str, scope: str, limit: int | None, queue: int, *, episodes: bool = False) -> None:
         self.scope = scope if limit is not None else "none"
         self.episodes = episodes
@@ -157,7 +160,7 @@ class Lanes:
         return own
 
     async def tally(self, replica: str) -> Tally | None:
-        """What all gateways have done with a replica; None where there is no other, or no lane that tells."""
+        """What all gateways have done with a replica; None where no lane tells. Raises `StoreFault`."""
         return None
 
     @contextmanager

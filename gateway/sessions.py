@@ -223,6 +223,9 @@ class Sessions:
     shared = False
     """Other gateways create and end sessions too."""
 
+    ready = True
+    """What others did before is known."""
+
     def __init__(self, settings: Settings, store: Store) -> None:
         self._keys = Keys(settings.auth)
         self._store = store

@@ -43,6 +43,8 @@ def test_one_request_of_a_stranger_is_told_once(exact: bool) -> None:
         (look(0), *[look(0, sent=1, dropped=1)] * 3, look(1, sent=1, dropped=1)),
         # Never counted.
         (look(0), look(0, sent=4), look(0, sent=4)),
+        # Whoever counts what is sent has forgotten: what was done since is not known to be others'.
+        (look(50, sent=50), look(53, sent=1), look(54, sent=2)),
         # Started anew.
         (look(50, sent=50), look(0, sent=50), look(1, sent=51)),
     ],

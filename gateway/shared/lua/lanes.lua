@@ -318,14 +318,19 @@ function operations.renew()
     return told
 end
 
--- The gateway has ended, and all that it had.
+-- The gateway ends. What it still has in lanes is for the next to take over that looks.
 function operations.retire()
     for _, found in ipairs(places(token)) do
-        if remove(token, found[1], found[2]) then
-            advance(found[1])
+        local lane, place = found[1], found[2]
+        if apart and redis.call('HEXISTS', lane_key(lane, 'in'), place) == 1 then
+            redis.call('HSET', root .. 'gateways', token, '0 0')
+        elseif remove(token, lane, place) then
+            advance(lane)
         end
     end
-    bury(token)
+    if leased(token) then
+        bury(token)
+    end
     return { 'ok' }
 end
 
