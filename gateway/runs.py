@@ -112,7 +112,7 @@ class Run:
         return gaps + lost
 
     def _write(self, state: str) -> None:
-        partial = self.folder / "run.json.new"
+        partial = self.folder / f"run.json.{os.getpid()}"
         partial.write_bytes(orjson.dumps({**self._about, "state": state}, option=orjson.OPT_INDENT_2))
         partial.replace(self.folder / "run.json")
 
