@@ -11,7 +11,7 @@ from gateway.passes import Passes
 from gateway.settings import Pool, Settings
 from tests.harness import pool
 
-ONE_EACH = {"lane": {"scope": "replica", "limit": 1}}
+ONE_EACH = {"scope": "replica", "limit": 1}
 
 
 def made(name: str = "policy", **settings: Any) -> Pool:
@@ -42,11 +42,11 @@ def test_what_passed_one_at_a_time_need_not_pass_in_company(tmp_path: Path) -> N
     passes = Passes(tmp_path)
     note(passes, apart=True)
     assert not passes.has(made(), "policy-0", "f")
-    assert passes.has(made(**ONE_EACH), "policy-0", "f")
+    assert passes.has(made(lane=ONE_EACH), "policy-0", "f")
     note(passes, passed=False, apart=True)
     note(passes, apart=False)
     assert passes.has(made(), "policy-0", "f")
-    assert passes.has(made(**ONE_EACH), "policy-0", "f")
+    assert passes.has(made(lane=ONE_EACH), "policy-0", "f")
 
 
 def test_the_last_verdict_counts_whoever_wrote_it(tmp_path: Path) -> None:

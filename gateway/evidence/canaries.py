@@ -202,9 +202,10 @@ async def of_sampling(replica: Replica, endpoint: Sampling) -> AsyncIterator[tup
         return judge("crowded", answers)
 
     async def mixed() -> Result:
-        answers = [[answer] for answer in alone]
-        for place, prompt in enumerate(PROMPTS[:2]):
-            answers[place].append(await _amid_prefills(replica, endpoint, prompt))
+        asked = PROMPTS[:2]
+        answers = [
+            [answer, await _amid_prefills(replica, endpoint, p)] for answer, p in zip(alone, asked, strict=False)
+        ]
         return judge("prefill-mixed", answers)
 
     async def cold() -> Result:
