@@ -12,6 +12,9 @@ from tests.engines.asking import CHAT, ask, chat
 from tests.engines.commands import Told, detgate
 from tests.engines.servers import Server, Spec
 
+# Installing and starting the servers is part of the first test.
+pytestmark = pytest.mark.timeout(1800)
+
 ONE_EACH = {"scope": "replica", "limit": 1}
 MID = Spec("vllm", "mid-llm", ("--no-enable-prefix-caching",), {"DTYPE": "bfloat16", "VLLM_SERVER_DEV_MODE": "1"})
 
@@ -84,6 +87,7 @@ class TestVerify:
 
 
 class TestDoctor:
+    @pytest.mark.smoke
     def test_what_is_not_told_is_said(self, vllm_pair: list[Server], tmp_path: Path) -> None:
         told = detgate("doctor", tmp_path, pool(*vllm_pair), "--json")
         assert told.status == 0
