@@ -250,8 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     _verify_flags(add("verify", _verify, "canaries to every replica: does it repeat? exit 0 all passed, 1 not"))
     _doctor_flags(add("doctor", _doctor, "what breaks determinism; exit 0 strict would serve, 1 refuse, 2 not known"))
     _diff_flags(add("diff", _diff, "where two recorded runs parted, and why; exit 0 equal, 1 different, 2 neither"))
-    replay = commands.add_parser("replay", help="a recorded run again: its decisions, or its requests")
-    _replay_flags(replay)
+    _replay_flags(add("replay", _replay_plans, "a recorded run again: its decisions, or its requests"))
     return parser
 
 
