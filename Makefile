@@ -30,7 +30,7 @@ sim-routing: $(VENV)/run.stamp ## what routing.slack costs and buys; ARGS="--rep
 	$(BIN)/python -m tests.routing_simulation $(or $(ARGS),--plot docs/images/routing.svg)
 
 test-vllm: $(VENV)/dev.stamp ## against real vLLM servers on the CPU, which it installs and starts
-	$(BIN)/python -m pytest tests/engines/test_vllm.py tests/engines/test_gateway_vllm.py \
+	$(BIN)/python -m pytest tests/engines/test_vllm.py tests/engines/test_gateway_vllm.py tests/engines/test_diff_vllm.py \
 		tests/engines/test_evidence_vllm.py tests/engines/test_launch_vllm.py --timeout 1800 $(ARGS)
 
 test-sglang: $(VENV)/dev.stamp ## against real SGLang servers on the CPU, which it installs and starts
