@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from gateway.core import fields, merge, shapes, sse
+from gateway.core import merge, shapes, sse
 from gateway.core.document import Document
 from gateway.core.errors import Fault, UpstreamFault
 from gateway.core.types import Api, Call, Handling, Headers
@@ -67,18 +67,24 @@ class Answer:
 class Asking:
     """What relaying needs to know of a request."""
 
-    api: Api
-    handling: Handling
+    job: Job
     document: Document
     calls: tuple[Call, ...]
     samples: int
-    job: Job
     client: Client
     answer: Answer
     head: Callable[[Sending, Headers], bytes]
     """The header lines of the answer, from the sending that gives its head and the engine's own headers."""
     complete: Callable[[], Awaitable[object]]
     """Called when the last call's answer has ended, before its last byte leaves."""
+
+    @property
+    def handling(self) -> Handling:
+        return self.job.handling
+
+    @property
+    def api(self) -> Api:
+        return self.job.handling.api
 
 
 async def relay(dispatcher: Dispatcher, asking: Asking) -> None:
@@ -89,7 +95,7 @@ async def relay(dispatcher: Dispatcher, asking: Asking) -> None:
     sending = await dispatcher.send(asking.job, asking.calls[0])
     try:
         _began(asking, sending)
-        if fields.is_stream(sending.exchange.headers):
+        if sending.exchange.streams:
             await _stream(asking, sending)
         else:
             await _whole(asking, sending)
@@ -108,15 +114,15 @@ async def _complete(asking: Asking) -> None:
 
 
 async def _whole(asking: Asking, sending: Sending) -> None:
-    exchange, answer, client = sending.exchange, asking.answer, asking.client
+    exchange, answer, client, handling = sending.exchange, asking.answer, asking.client, asking.job.handling
     body, status = exchange.body, exchange.status
     sending.end()
     if status < 400:
-        answer.observed = sse.observe(body, asking.api, asking.handling.kind)
+        answer.observed = sse.observe(body, handling.api, handling.kind)
     await _complete(asking)
     headers = exchange.headers
     if status >= 400:
-        shaped = shapes.normalised(status, body, asking.api)
+        shaped = shapes.normalised(status, body, handling.api)
         if shaped is not None:
             body = shaped
             headers = [field for field in headers if field[0] != b"content-type"]
@@ -219,7 +225,7 @@ class _Merger:
             raise _Refused(sending)
         if not self.asking.answer.first_byte_at:
             _began(self.asking, sending)
-        if fields.is_stream(exchange.headers):
+        if exchange.streams:
             self._start(sending)
             await sending.pipe(partial(self._feed, position))
             self._emit(self._merging.end(position))

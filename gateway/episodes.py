@@ -24,14 +24,13 @@ class Episodes:
         self._seconds = settings.timeouts.group
         self._strict = settings.profile == "strict"
 
-    async def turn(self, asked: Asked, job: Job) -> None:
+    async def turn(self, asked: Asked, session: Session, job: Job) -> None:
         """Wait until a request's member may start, `timeouts.group` at most.
 
         Then it goes on and says `group-order`, and so do all later ones of its member, without a wait. In strict it
         raises `Busy` instead, which names the member that it waited for.
         """
-        session = asked.session
-        if session is None or not job.pool.lanes.episodes or asked.handling.kind not in ("sample", "score"):
+        if not job.pool.lanes.episodes or not asked.handling.computes:
             return
         group = session.group
         if group is None or group.ahead(session) is None:

@@ -66,6 +66,8 @@ class Replica:
         """When it was last seen that requests in it had been preempted, by the loop's clock."""
         self.changed = asyncio.Event()
         address = self.connections.address
+        self.prefix = address.prefix.encode()
+        """What stands before a route in the replica's paths."""
         head = [f"host: {address.authority}\r\naccept-encoding: identity\r\n".encode()]
         if pool.api_key is not None:
             head.append(f"authorization: Bearer {pool.api_key.get_secret_value()}\r\n".encode())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import structlog
 
-from gateway.core import canonical
 from gateway.core.errors import CallerFault
 from gateway.settings import Guards as GuardSettings
 from gateway.telemetry import Telemetry
@@ -32,7 +31,7 @@ class Guards:
         group = asked.session.group if asked.session is not None else None
         if group is None or asked.session is None or asked.wish.seed is None or _temperature(asked) == 0:
             return
-        content = canonical.content(asked.document, asked.route)
+        content = asked.content()
         first = group.seeded.setdefault(content, asked.session.known.session)
         if len(group.seeded) > REMEMBERED:
             del group.seeded[next(iter(group.seeded))]

@@ -7,7 +7,6 @@ ASGI nor sockets. A client that leaves cancels the task that runs here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import cast
 
 import structlog
@@ -112,7 +111,8 @@ class Pipeline:
             await self._claim(work, asked)
             decided = self._plan(work, asked)
             job = work.job = self._job(work, asked, decided)
-            await self._episodes.turn(asked, job)
+            if asked.session is not None:
+                await self._episodes.turn(asked, asked.session, job)
             await self._forward(work, asked, decided, job, client)
         except Fault as fault:
             self._refuse(work, client, fault)
@@ -145,7 +145,7 @@ class Pipeline:
     # --- index: claimed before anything waits.
     async def _claim(self, work: Work, asked: Asked) -> None:
         caller, handling, document = asked.caller, asked.handling, asked.document
-        if self._off or handling.kind not in ("sample", "score"):
+        if self._off or not handling.computes:
             return
         work.run = self._runs.find(asked.run)
         if work.run.ledger.broken:
@@ -153,7 +153,7 @@ class Pipeline:
         order, number = caller.order, caller.number
         if handling.kind == "score":
             order, number = "content", None
-        content = Once(lambda: canonical.content(document, asked.route))
+        content = asked.content
         bound = number is not None or caller.key is not None
         work.scope = ScopeKey(asked.run, caller.session, orders.ORDERS[order].effective(caller.identity, content))
         ask = Ask(
@@ -163,12 +163,11 @@ class Pipeline:
             number,
             caller.key,
             caller.repeat,
-            exclusive=self._strict,
+            self._strict,
         )
         work.ask = ask
         if canonical.varies(document):
             content()
-        work.content = content.value
         work.claim = await self.store.claim(work.scope, ask, self.settings.timeouts.settle)
 
     # --- seed and rewrite: what follows from the index, by pure functions alone.
@@ -194,7 +193,7 @@ class Pipeline:
     # --- route, admit and forward: gateway.sending tries replicas, gateway.answers brings the answer back.
     def _job(self, work: Work, asked: Asked, decided: plan.Plan) -> Job:
         request, pool, caller = asked.request, asked.pool, asked.caller
-        query = f"?{request.query}" if request.query else ""
+        target = f"{asked.route}?{request.query}" if request.query else asked.route
         request_id = decided.request_id
         key = request_id or canonical.raw(asked.route, asked.document.raw).hex()
         by_session = bool(request_id) and caller.named and pool.routing.key == "session"
@@ -204,8 +203,8 @@ class Pipeline:
             pool=pool,
             handling=asked.handling,
             route=asked.route,
-            method=request.method,
-            target=asked.route + query,
+            method=request.method.encode(),
+            target=target.encode(),
             headers=fields.upstream(request.headers),
             request_id=request_id,
             key=key,
@@ -229,11 +228,8 @@ class Pipeline:
 
         await relay(
             self.dispatcher,
-            Asking(
-                asked.handling.api, asked.handling, asked.document, decided.calls, asked.wish.samples, job, client,
-                work.answer, head, complete,
-            ),
-        )  # fmt: skip
+            Asking(job, asked.document, decided.calls, asked.wish.samples, client, work.answer, head, complete),
+        )
 
     def _refuse(self, work: Work, client: Client, fault: Fault) -> None:
         work.fault = fault
@@ -262,17 +258,3 @@ def _client_id(document: Document) -> str | None:
     """The id that the client gave in the body, by which it may abort."""
     given = document.value.get("rid") or document.value.get("request_id")
     return given if isinstance(given, str) else None
-
-
-class Once:
-    """A value computed when it is first asked for."""
-
-    def __init__(self, compute: Callable[[], str]) -> None:
-        self._compute = compute
-        self.value: str | None = None
-        """None: it was not asked for yet."""
-
-    def __call__(self) -> str:
-        if self.value is None:
-            self.value = self._compute()
-        return self.value

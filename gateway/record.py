@@ -62,7 +62,7 @@ class Record:
             "member": caller.member,
             "order": work.ask.kind,
             "digest": work.ask.raw.hex(),
-            "content": work.content,
+            "content": asked.digest,
             "key": caller.key,
             "repeat": work.ask.repeat,
             "seed": decided.seed,

@@ -17,7 +17,7 @@ from gateway.core import ids
 from gateway.core.digits import natural
 from gateway.core.document import Set
 from gateway.core.errors import Aborted, Busy, StoreFault, UpstreamFault, UpstreamTimeout
-from gateway.core.fields import is_stream
+from gateway.core.fields import lines
 from gateway.core.plan import seed_edits
 from gateway.core.types import Call, Handling
 from gateway.fleet import Fleet, Pool, Replica
@@ -49,8 +49,8 @@ class Job:
     pool: Pool
     handling: Handling
     route: str
-    method: str
-    target: str
+    method: bytes
+    target: bytes
     """Route and query, as they go upstream."""
     headers: bytes
     """The client's headers, as far as they go upstream."""
@@ -89,11 +89,12 @@ class Job:
 class Sending:
     """One attempt of one call, from routing to the upstream's last byte."""
 
-    __slots__ = ("_home", "engine_id", "job", "lane", "place", "replica", "sent", "unwanted")
+    __slots__ = ("_home", "computes", "engine_id", "job", "lane", "place", "replica", "sent", "unwanted")
 
     def __init__(self, home: Dispatcher, job: Job, replica: Replica, engine_id: str) -> None:
         self._home: Dispatcher | None = home
         self.job = job
+        self.computes = job.handling.computes
         self.replica = replica
         self.engine_id = engine_id
         self.sent: Exchange | None = None
@@ -113,11 +114,6 @@ class Sending:
     def under_way(self) -> bool:
         """The replica has the request and has not ended its answer."""
         return self.sent is not None and not self.sent.complete
-
-    @property
-    def computes(self) -> bool:
-        """It is one for the engine itself, not for what stands before it."""
-        return self.job.handling.kind in ("sample", "score")
 
     def went(self, exchange: Exchange) -> None:
         """The call was sent."""
@@ -151,17 +147,17 @@ class Sending:
         home, self._home = self._home, None
         if home is None:
             return
-        lanes = self.job.pool.lanes
-        if self.lane is not None and self.under_way and lanes.apart:
-            start(home.vacate(self, self.lane), "lane")
+        lane = self.lane
+        if lane is not None and self.under_way and self.job.pool.lanes.apart:
+            start(home.vacate(self, lane), "lane")
             return
         try:
-            if self.sent is not None:
+            if self.sent is not None and not self.sent.complete:
                 self.sent.abort()
         finally:
             home.forget(self)
-            if self.lane is not None:
-                lanes.leave(self.lane, self.place)
+            if lane is not None:
+                self.job.pool.lanes.leave(lane, self.place)
 
 
 class Dispatcher:
@@ -325,13 +321,19 @@ class Dispatcher:
             sending, joined = joined or await self._join(job, call, avoid), None
             replica = sending.replica
             try:
-                if not await self._turn(job, sending):
+                if sending.lane is not None and not await self._turn(job, sending, sending.lane):
                     sending.end()
                     continue
                 attempts += 1
                 job.attempts = max(job.attempts, attempts)
-                last = attempts >= self._attempts
-                answered = await self._attempt(job, call, sending, avoid, last=last, fresh=fresh)
+                exchange = await self._attempt(job, call, sending, fresh=fresh)
+                if exchange.status == 503 and attempts < self._attempts and job.pool.has_other({*avoid, replica.name}):
+                    self._count(sending, "unavailable")
+                    sending.end()
+                    avoid.add(replica.name)
+                    continue
+                if not exchange.complete:
+                    await (exchange.begun() if exchange.streams else exchange.finished())
             except Broken as error:
                 self._count(sending, "connect" if error.phase == "connect" else "broken")
                 sending.end()
@@ -348,28 +350,15 @@ class Dispatcher:
                 self._count(sending, "aborted")
                 sending.end()
                 raise
-            if answered:
-                self._judge(sending)
-                self._count(sending, "answered")
-                return sending
-            self._count(sending, "unavailable")
-            sending.end()
-            avoid.add(replica.name)
-
-    def _judge(self, sending: Sending) -> None:
-        """What an answer says of its replica: a whole one that is no error of the server, that it serves."""
-        exchange = sending.exchange
-        if exchange.status in BROKEN_STATUS:
-            sending.replica.failed("broke", f"it answered {exchange.status}")
-        elif exchange.complete and exchange.status != 503:
-            sending.replica.served()
+            # What an answer says of its replica: a whole one that is no error of the server, that it serves.
+            if exchange.status in BROKEN_STATUS:
+                replica.failed("broke", f"it answered {exchange.status}")
+            elif exchange.complete and exchange.status != 503:
+                replica.served()
+            self._count(sending, "answered")
+            return sending
 
     # --- route
-    async def _route(self, job: Job, avoid: set[str]) -> Replica:
-        if job.pool.fixed_home:
-            return await self._to_home(job)
-        return self._follow(job, avoid) if job.follows else self._by_rule(job, avoid)
-
     def _by_rule(self, job: Job, avoid: set[str]) -> Replica:
         pool = job.pool
         loads = pool.loads(avoid)
@@ -381,7 +370,7 @@ class Dispatcher:
         replica = pool.replicas[job.candidates[0]]
         if not pool.stable:
             job.loads = loads
-        if pool.stable and "home-down" not in job.flags and replica is not pool.home(job.key):
+        elif "home-down" not in job.flags and replica is not pool.home(job.key):
             job.flags.append("home-down")
         return replica
 
@@ -419,10 +408,14 @@ class Dispatcher:
 
     async def _join(self, job: Job, call: Call, avoid: set[str]) -> Sending:
         """Choose a replica for a call and put it into the lane there. Waits for nothing but a home that is down."""
-        sending = self._occupy(job, call, await self._route(job, avoid))
-        if sending.computes:
+        if job.pool.fixed_home:
+            replica = await self._to_home(job)
+        else:
+            replica = self._follow(job, avoid) if job.follows else self._by_rule(job, avoid)
+        sending = self._occupy(job, call, replica)
+        if sending.computes and job.pool.lanes.scope != "none":
             try:
-                sending.lane = job.pool.lanes.find(sending.replica.name, job.session, job.group)
+                sending.lane = job.pool.lanes.find(replica.name, job.session, job.group)
                 if sending.lane is not None:
                     index, identity = job.place
                     sending.place = sending.lane.join((job.priority, index, natural(identity), call.sample))
@@ -442,11 +435,8 @@ class Dispatcher:
         return Sending(self, job, replica, engine_id)
 
     # --- admit
-    async def _turn(self, job: Job, sending: Sending) -> bool:
+    async def _turn(self, job: Job, sending: Sending, lane: Lane) -> bool:
         """Wait until a call's turn has come. False: its replica went down meanwhile, so it must go elsewhere."""
-        lane = sending.lane
-        if lane is None:
-            return True
         if not (sending.place.taken or sending.unwanted):
             loop = asyncio.get_running_loop()
             since = loop.time()
@@ -484,34 +474,31 @@ class Dispatcher:
         return True
 
     # --- forward
-    async def _attempt(
-        self, job: Job, call: Call, sending: Sending, avoid: set[str], *, last: bool, fresh: bool
-    ) -> bool:
-        """Send once and wait for what may be passed on. False: 503, and another replica may be asked."""
-        replica, handling = sending.replica, job.handling
-        edits = [*call.edits, *seed_edits(handling, call)] if job.request_id else []
-        if handling.engine_id is not None and job.request_id:
-            edits.append(Set(handling.engine_id, b'"%b"' % sending.engine_id.encode()))
-        head = [f"{job.method} {replica.connections.address.prefix}{job.target} HTTP/1.1\r\n".encode(), replica.head]
+    async def _attempt(self, job: Job, call: Call, sending: Sending, *, fresh: bool) -> Exchange:
+        """Send once and wait for the head of what comes back."""
+        replica = sending.replica
+        body, own = call.document.raw, b""
         if job.request_id:
-            head += [b"%b: %b\r\n" % header for header in job.pool.engine.id_headers(sending.engine_id)]
-            edits += job.pool.engine.extra(job.route, call.document, replica.facts)
-        body = call.document.edited(edits) if edits else call.document.raw
-        head += (job.headers, b"content-length: %d\r\n\r\n" % len(body))
+            handling, engine = job.handling, job.pool.engine
+            edits = [*call.edits, *seed_edits(handling, call)]
+            if handling.engine_id is not None:
+                edits.append(Set(handling.engine_id, b'"%b"' % sending.engine_id.encode()))
+            edits += engine.extra(job.route, call.document, replica.facts)
+            if edits:
+                body = call.document.edited(edits)
+            own = lines(engine.id_headers(sending.engine_id))
+        head = b"%b %b%b HTTP/1.1\r\n%b%b%bcontent-length: %d\r\n\r\n" % (
+            job.method, replica.prefix, job.target, replica.head, own, job.headers, len(body),
+        )  # fmt: skip
         job.replicas.append(replica.name)
-        exchange = await replica.connections.send(b"".join(head), body, fresh=fresh)
+        exchange = await replica.connections.send(head, body, fresh=fresh)
         sending.went(exchange)
         if sending.unwanted:
             sending.give_up()
-        job.sent_at = asyncio.get_running_loop().time()
-        await exchange.head()
-        if exchange.status == 503 and not last and job.pool.has_other(avoid | {replica.name}):
-            return False
-        if is_stream(exchange.headers):
-            await exchange.begun()
-        else:
-            await exchange.finished()
-        return True
+        job.sent_at = exchange.sent_at
+        if not exchange.status:
+            await exchange.head()
+        return exchange
 
     def _go_on(self, job: Job, replica: Replica, error: Broken, broke: int, attempts: int, avoid: set[str]) -> None:
         """Raise if a broken call is not sent again."""

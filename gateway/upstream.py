@@ -87,10 +87,10 @@ class Exchange:
 
     __slots__ = (
         "_chunks", "_connection", "_error", "_sink", "_waiter", "begun_at", "complete", "headers", "heard", "paused",
-        "reused", "sent_at", "status",
+        "reused", "sent_at", "status", "streams",
     )  # fmt: skip
 
-    def __init__(self, connection: Connection, reused: bool) -> None:
+    def __init__(self, connection: Connection, reused: bool, now: float) -> None:
         self._connection: Connection | None = connection
         self._chunks: list[bytes] = []
         self._sink: Callable[[bytes], bool] | None = None
@@ -98,9 +98,11 @@ class Exchange:
         self._error: Broken | None = None
         self.status = 0
         self.headers: Headers = []
+        self.streams = False
+        """The answer is a stream of server-sent events."""
         self.complete = False
         self.reused = reused
-        self.sent_at = self.heard = asyncio.get_running_loop().time()
+        self.sent_at = self.heard = now
         """`heard`: when the last bytes came, or the request was sent, or listening to the replica went on."""
         self.paused = False
         """Nothing can come: the client is slower."""
@@ -307,13 +309,14 @@ class Connection(asyncio.Protocol):
         headers, self._headers, self._head_bytes = self._headers, [], 0
         if status < 200 or self.exchange is None:
             return
-        names = {name for name, _ in headers}
+        names = dict(headers)
         self._until_close = not (b"content-length" in names or b"transfer-encoding" in names or status in (204, 304))
         self._reusable = self._parser.should_keep_alive() and not self._until_close
         self._inflater = None
         if b"content-encoding" in names:
             headers = self._decoding(headers)
         self.exchange.headers = headers
+        self.exchange.streams = fields.is_stream(headers)
         self.exchange.status = status
 
     def on_body(self, data: bytes) -> None:
@@ -358,11 +361,13 @@ class Connections:
 
     async def send(self, head: bytes, body: bytes, *, fresh: bool = False) -> Exchange:
         """Send one request (`head` ends with the empty line) and give its exchange. Raises `Broken("connect")`."""
-        connection = None if fresh else self._take()
+        now = asyncio.get_running_loop().time()
+        connection = None if fresh or not self._idle else self._take(now)
         reused = connection is not None
         if connection is None:
             connection = await self._connect()
-        exchange = connection.exchange = Exchange(connection, reused)
+            now = asyncio.get_running_loop().time()
+        exchange = connection.exchange = Exchange(connection, reused, now)
         if len(body) < HEAD_BYTES:
             connection.transport.write(head + body)
         else:
@@ -371,11 +376,10 @@ class Connections:
 
     def keep(self, connection: Connection) -> None:
         """Take back a connection whose exchange is complete."""
-        loop = asyncio.get_running_loop()
-        connection.idle_since = loop.time()
+        connection.idle_since = self.heard
         self._idle.append(connection)
         if self._sweeper is None:
-            self._sweeper = loop.call_later(self.idle_seconds, self._sweep)
+            self._sweeper = asyncio.get_running_loop().call_later(self.idle_seconds, self._sweep)
 
     def close(self) -> None:
         """Close what is idle; exchanges in flight go on."""
@@ -385,10 +389,8 @@ class Connections:
         while self._idle:
             self._idle.pop().close()
 
-    def _take(self) -> Connection | None:
-        if not self._idle:
-            return None
-        oldest = asyncio.get_running_loop().time() - self.idle_seconds
+    def _take(self, now: float) -> Connection | None:
+        oldest = now - self.idle_seconds
         while self._idle:
             connection = self._idle.pop()
             if connection.closed:

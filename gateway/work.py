@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from gateway.answers import Answer
 from gateway.bodies import Heard
-from gateway.core import identity, plan
+from gateway.core import canonical, identity, plan
 from gateway.core.document import Document
 from gateway.core.errors import Fault
 from gateway.core.indexing import Ask, Claim
@@ -32,6 +32,14 @@ class Asked:
     run: str
     session: Session | None = None
     """The session, if it was created."""
+    digest: str | None = None
+    """Digest of its content, where it was taken."""
+
+    def content(self) -> str:
+        """The digest of its content, taken when it is first asked for."""
+        if self.digest is None:
+            self.digest = canonical.content(self.document, self.route)
+        return self.digest
 
 
 @dataclass(slots=True)
@@ -51,8 +59,6 @@ class Work:
     interaction: Interaction | None = None
     """What that session remembers of it."""
     ask: Ask | None = None
-    content: str | None = None
-    """Digest of its content, where it was taken."""
     heard: Heard | None = None
     """What was said to the client, where bodies are kept."""
     raced: bool = False
