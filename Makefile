@@ -6,7 +6,7 @@ ARGS ?=
 PYTEST_ARGS ?= -n auto
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint lock vectors sim-routing test-vllm test-sglang test-streams test-image clean
+.PHONY: help test-kill test-soak run test lint lock vectors sim-routing test-vllm test-sglang test-streams test-image clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,12 @@ test-vllm: $(VENV)/dev.stamp ## against real vLLM servers on the CPU, which it i
 test-sglang: $(VENV)/dev.stamp ## against real SGLang servers on the CPU, which it installs and starts
 	$(BIN)/python -m pytest tests/engines/test_sglang.py tests/engines/test_gateway_sglang.py \
 		tests/engines/test_evidence_sglang.py tests/engines/test_launch_sglang.py --timeout 1800 $(ARGS)
+
+test-kill: $(VENV)/dev.stamp ## kill -9 in mid-traffic, 200 times; ARGS=1000 for more
+	$(BIN)/python -m tests.killing $(ARGS)
+
+test-soak: $(VENV)/dev.stamp ## a million sessions, prompts and keys while memory stays flat, and a million records read back
+	$(BIN)/python -m tests.soak $(ARGS)
 
 test-streams: $(VENV)/dev.stamp ## 2,000 streams through one process while it says that it lives
 	STREAMS=2000 $(BIN)/python -m pytest tests/test_capacity.py -s $(ARGS)

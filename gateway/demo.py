@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
+import structlog
+
 from gateway.assembly import Gateway
 from gateway.logs import configure
 from gateway.serve import Server
@@ -15,6 +17,8 @@ from gateway.settings import Settings
 from gateway.settings.sources import merged
 from gateway.sim import SimServer, SimSettings
 from gateway.tasks import start
+
+log = structlog.get_logger("detgate")
 
 POLICY, REWARD = "sim-model", "sim-reward"
 
@@ -50,6 +54,9 @@ async def _serve(flags: Mapping[str, Any], resume: bool, new_run: bool) -> None:
         settings = Settings.load(None, os.environ, merged(_pools(urls), dict(flags)))
         configure(settings.log)
         gateway = Gateway(settings, resume=resume, new_run=new_run)
+        own = gateway.runs.own
+        if own.differs:
+            log.error("not ready: the run began with other settings", run=own.name, keys=own.differs)
         server = Server(gateway)
 
         async def welcome() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 
 import structlog
 
@@ -11,10 +12,11 @@ from gateway.settings import Log
 
 
 class _StandardError:
-    """Writes lines to whatever standard error is at that moment."""
+    """Writes lines to whatever standard error is at that moment. A line that cannot be written stops no request."""
 
     def msg(self, message: str) -> None:
-        print(message, file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(message, file=sys.stderr, flush=True)
 
     debug = info = warning = error = exception = critical = msg
 

@@ -98,7 +98,7 @@ class Run:
         os.close(self._lock)
 
     def _restore(self, sessions: Sessions) -> list[dict[str, Any]]:
-        """Read the ledger, unless others may be writing it. Gives what it must be told, before anything else: ends, and gaps that it does not know of."""
+        """Read the ledger, unless others may be writing it. Gives what it lacks: ends, and gaps it does not know."""
         if self._store.shared:
             self.epoch = 0
             list(sessions.restoring(self.name, ()))

@@ -5,18 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
+import socket
+import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway.settings import InvalidSettings
+from gateway.core.canonical import raw
+from gateway.core.types import Headers, Request
+from gateway.runs import Run
+from gateway.sessions import Sessions
+from gateway.settings import InvalidSettings, Settings
+from gateway.stores.memory import MemoryStore
+from tests import killing
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
+
+ROOT = Path(__file__).parent.parent
 
 
 @asynccontextmanager
@@ -60,8 +70,6 @@ async def test_what_was_in_flight_is_closed_as_lost_and_its_index_taken_again_by
         "event": "opened", "run": "r", "epoch": 0, "session": "s", "identity": "s", "index": 0, "order": "arrival",
         "digest": "", "content": None, "key": None, "repeat": 0, "flags": [],
     }  # fmt: skip
-    from gateway.core.canonical import raw
-
     body = json.dumps(chat("lost")).encode()
     (tmp_path / "r").mkdir()
     record = opened | {"digest": raw("/v1/chat/completions", body).hex()}
@@ -124,6 +132,89 @@ async def test_settings_that_decide_must_be_those_the_run_began_with(tmp_path: P
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "run_differs")
 
 
+def begun(folder: Path, **settings: Any) -> Settings:
+    """Settings in a file, of which the run `r` began."""
+    made = Settings.load(None, {}, {"run": "r", "ledger": {"path": str(folder)}, "pools": [POOL], **settings})
+    (folder / "r").mkdir()
+    about = {"run": "r", "named": True, "state": "open", "started": 1, "deciding": made.deciding()}
+    (folder / "r" / "run.json").write_text(json.dumps(about))
+    return made
+
+
+POOL = {"name": "policy", "engine": "vllm", "models": ["m"], "replicas": [{"name": "a", "url": "http://127.0.0.1:9"}]}
+
+
+@pytest.mark.parametrize(
+    ("key", "other"),
+    [
+        ("seed", 7),
+        ("scheme", "areal"),
+        ("index_order", "content"),
+        ("client_seed", "mix"),
+        ("profile", "strict"),
+        ("pools", [POOL | {"replicas": [{"name": "b", "url": "http://127.0.0.1:9"}]}]),
+        ("pools", [POOL | {"name": "other"}]),
+    ],
+)
+async def test_a_key_that_differs_is_named(tmp_path: Path, key: str, other: Any) -> None:
+    settings = begun(tmp_path)
+    same = Run(settings, "r", MemoryStore(), Sessions(settings, MemoryStore()), lambda: None, named=True)
+    assert same.differs == []
+    same.close()
+    theirs = Settings.load(None, {}, settings.model_dump() | {key: other})
+    differing = Run(theirs, "r", MemoryStore(), Sessions(theirs, MemoryStore()), lambda: None, named=True)
+    assert differing.differs == [key]
+    differing.close()
+    assert json.loads((tmp_path / "r" / "run.json").read_text())["deciding"] == settings.deciding()
+
+
+@pytest.mark.parametrize(
+    ("command", "environment", "flags", "key"),
+    [
+        ("serve", {}, ["--seed", "7"], "seed"),
+        ("serve", {"DETGATE_SCHEME": "areal"}, [], "scheme"),
+        ("serve", {}, ["--config", "other.yaml"], "client_seed"),
+        ("demo", {"DETGATE_INDEX_ORDER": "content"}, ["--run", "r"], "index_order"),
+    ],
+)
+async def test_however_a_setting_is_given_a_process_that_differs_is_not_ready_and_names_it(
+    tmp_path: Path, command: str, environment: dict[str, str], flags: list[str], key: str
+) -> None:
+    begun(tmp_path)
+    if command == "demo":
+        known = json.loads((tmp_path / "r" / "run.json").read_text())
+        known["deciding"] |= {"pools": {"policy": ["policy-0", "policy-1"], "reward": ["reward-0"]}}
+        (tmp_path / "r" / "run.json").write_text(json.dumps(known))
+    else:
+        file = {"run": "r", "ledger": {"path": str(tmp_path)}, "pools": [POOL]}
+        (tmp_path / "gateway.yaml").write_text(json.dumps(file))
+        (tmp_path / "other.yaml").write_text(json.dumps(file | {"client_seed": "reject"}))
+        if "--config" not in flags:
+            flags = ["--config", "gateway.yaml", *flags]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("DETGATE_")} | environment
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "gateway", command, *flags, "--port", str(port), "--ledger", str(tmp_path)),
+        env=env | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path, stderr=asyncio.subprocess.PIPE, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(60), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            while b"not ready" not in await process.stderr.readline():
+                assert process.returncode is None
+            while True:
+                with suppress(httpx.TransportError):
+                    unready = await http.get("/readyz")
+                    break
+                await asyncio.sleep(0.02)
+        assert unready.status_code == 503
+        assert f"run r began with other settings: {key}" in unready.json()["why"]
+    finally:
+        process.kill()
+        await process.wait()
+
+
 async def test_two_processes_cannot_have_one_run(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"ledger": {"path": str(tmp_path)}, "run": "r"}
     async with FakeWorker() as worker, gateway(pool("policy", worker.url), **settings):
@@ -145,78 +236,95 @@ async def test_requests_of_a_run_that_they_name_are_in_its_folder_and_count_for_
     assert list((tmp_path / "exp").glob("*.jsonl"))
 
 
-async def test_kill_9_under_load_issues_no_index_twice_and_a_retry_keeps_its_own(tmp_path: Path) -> None:
-    answered: list[tuple[str, str]] = []
-    hold, arrived = asyncio.Event(), asyncio.Semaphore(0)
-
-    async def slowly(seen: Seen, reply: Reply) -> None:
-        if "held" in seen.body.decode():
-            arrived.release()
-            await hold.wait()
-        reply.json(completion())
-
-    async with FakeWorker(slowly) as worker:
-        for life in range(3):
-            hold.clear()
-            process, url = await serving(tmp_path, worker.url)
-            async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-                bodies = [json.dumps(chat(f"{life}-{n}")).encode() for n in range(20)]
-                for body in bodies:
-                    done = await http.post("/sessions/s/v1/chat/completions", content=body)
-                    answered.append((done.headers["x-detgate-index"], done.headers["x-detgate-seed"]))
-                held = [
-                    asyncio.create_task(http.post("/sessions/h/v1/chat/completions", json=chat(f"held-{n}")))
-                    for n in range(4)
-                ]
-                for _ in held:
-                    await arrived.acquire()
-                process.send_signal(signal.SIGKILL)
-                await process.wait()
-                lost = await asyncio.gather(*held, return_exceptions=True)
-                assert all(isinstance(each, httpx.HTTPError) for each in lost)
-            hold.set()
-        process, url = await serving(tmp_path, worker.url)
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            again = [
-                (await http.post("/sessions/h/v1/chat/completions", json=chat(f"held-{n}"))).headers["x-detgate-index"]
-                for n in range(4)
-            ]
-        process.terminate()
-        assert await process.wait() == 0
-    assert [int(index) for index, _ in answered] == list(range(60))
-    assert sorted(again) == ["0", "1", "2", "3"]
+@pytest.mark.timeout(300)
+async def test_kill_9_under_load_issues_no_index_twice_loses_none_and_a_retry_keeps_its_own(tmp_path: Path) -> None:
+    told = await killing.lives(tmp_path, kills=5, seconds=0.05)
+    assert told.lost
+    killing.check(told, tmp_path)
 
 
-async def serving(folder: Path, worker: str) -> tuple[asyncio.subprocess.Process, str]:
-    """A gateway in a process of its own, ready."""
-    config = folder / "gateway.yaml"
-    config.write_text(
-        json.dumps({"ledger": {"path": str(folder / "ledger")}, "run": "r", "pools": [pool("policy", worker)]})
-    )
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("DETGATE_")}
-    port = await free_port()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gateway", "serve", "--config", str(config), "--port", str(port),
-        env=environment, stderr=asyncio.subprocess.DEVNULL,
-    )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    async with httpx.AsyncClient(base_url=url) as http, asyncio.timeout(30):
-        while True:
-            try:
-                if (await http.get("/readyz")).status_code == 200:
-                    return process, url
-            except httpx.HTTPError:
-                pass
-            await asyncio.sleep(0.05)
+@dataclass
+class Witness:
+    """A client that notes what the ledger has when the last byte of its answer comes."""
+
+    folder: Path
+    started: bool = False
+    response_complete: bool = False
+    disconnected: bool = False
+    on_pause: Callable[[], None] | None = None
+    on_resume: Callable[[], None] | None = None
+    seen: list[list[str]] = field(default_factory=list)
+    got: bytes = b""
+
+    def reply(self, status: int, headers: Headers, body: bytes) -> None:
+        self.write(body)
+
+    def start(self, status: int, headers: Headers, length: int | None = None) -> None:
+        self.started = True
+
+    def write(self, data: bytes) -> None:
+        self.got += data
+        self.seen.append([json.loads(line)["event"] for line in gate_lines(self.folder)])
+
+    def end(self) -> None:
+        self.response_complete = True
+
+    def break_off(self) -> None:
+        raise AssertionError("broken")
+
+    async def flushed(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_ledger_knows_that_an_answer_is_complete_before_its_last_byte_leaves(
+    tmp_path: Path, stream: bool
+) -> None:
+    body = json.dumps(chat("x", stream=stream)).encode()
+    request = Request("POST", "/sessions/s/v1/chat/completions", "", [], {}, body)
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), ledger={"path": str(tmp_path)}) as gate:
+        witness = Witness(tmp_path)
+        await gate.gateway.serve(request, witness)
+    assert witness.got.endswith(b"data: [DONE]\n\n" if stream else b"}")
+    assert witness.seen[-1][-2:] == ["opened", "complete"]
+    assert all("closed" not in events for events in witness.seen)
+
+
+@pytest.mark.parametrize(
+    ("answer", "complete"),
+    [({"status": 500}, False), ({"status": 400}, True), ({"finish_reason": "abort"}, False), ({}, True)],
+)
+async def test_only_what_answers_its_request_is_complete(
+    tmp_path: Path, answer: dict[str, Any], complete: bool
+) -> None:
+    async def script(seen: Seen, reply: Reply) -> None:
+        choice = {"index": 0, "message": {}, "finish_reason": answer.get("finish_reason", "stop")}
+        reply.json(completion(choices=[choice]), answer.get("status", 200))
+
+    async with FakeWorker(script) as worker:
+        async with gateway(pool("policy", worker.url), ledger={"path": str(tmp_path)}) as gate:
+            await ask(gate, "x")
+    assert (b'"complete"' in b"".join(gate_lines(tmp_path))) is complete
+
+
+async def test_an_answer_that_was_complete_when_the_process_died_may_have_been_delivered(tmp_path: Path) -> None:
+    body = json.dumps(chat("x")).encode()
+    opened = {
+        "event": "opened", "run": "r", "epoch": 0, "session": "s", "identity": "s", "index": 0, "order": "arrival",
+        "digest": raw("/v1/chat/completions", body).hex(), "content": None, "key": None, "repeat": 0, "flags": [],
+    }  # fmt: skip
+    complete = {"event": "complete", "run": "r", "session": "s", "identity": "s", "index": 0}
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "1.jsonl").write_text(json.dumps(opened) + "\n" + json.dumps(complete) + "\n")
+    async with FakeWorker() as worker:
+        async with gateway(pool("policy", worker.url), run="r", ledger={"path": str(tmp_path)}) as gate:
+            [lost] = [record for record in gate.records() if record["event"] == "closed"]
+            assert (lost["error"], lost["used"]) == ("gateway-lost", True)
+            path = "/sessions/s/v1/chat/completions"
+            again = await gate.http.post(path, content=body, headers={"x-stainless-retry-count": "1"})
+            new = await gate.http.post(path, content=body)
+    assert (again.headers["x-detgate-index"], new.headers["x-detgate-index"]) == ("0", "1")
 
 
 def gate_lines(folder: Path) -> list[bytes]:
     return [line for file in folder.rglob("*.jsonl") for line in file.read_bytes().splitlines()]
-
-
-async def free_port() -> int:
-    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    port: int = server.sockets[0].getsockname()[1]
-    server.close()
-    await server.wait_closed()
-    return port

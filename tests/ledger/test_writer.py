@@ -1,0 +1,133 @@
+"""Segments, and what becomes of records that cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from gateway.ledger.reader import Segments, unmarked
+from gateway.ledger.writer import Ledger, LedgerFault
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    files = sorted(folder.glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
+
+
+@contextmanager
+def room(size: int) -> Iterator[None]:
+    """No file of this process can grow beyond so many bytes, not even that which holds the test's output."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        with capture_logs():
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_segment_is_followed_by_another_and_no_line_is_parted(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, segment_bytes=100)
+    for number in range(50):
+        ledger.opened({"n": number})
+    assert ledger.close()
+    files = sorted(tmp_path.glob("*.jsonl"))
+    assert len(files) == 5
+    assert all(100 <= file.stat().st_size < 112 for file in files[:-1])
+    assert [record["n"] for record in lines(tmp_path)] == list(range(50))
+    assert not list(tmp_path.glob("*.spare"))
+
+
+def test_segments_are_in_order_though_the_clock_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, now in enumerate((5000, 4000, 4000)):
+        monkeypatch.setattr("gateway.ledger.writer.time.time_ns", lambda now=now: now)
+        ledger = Ledger(tmp_path)
+        ledger.opened({"n": number})
+        ledger.close()
+    assert [record["n"] for record in Segments(tmp_path)] == [0, 1, 2]
+
+
+def test_a_write_that_fails_in_the_middle_leaves_no_part_of_a_line(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.opened({"n": 0})
+    with room(20):
+        with pytest.raises(LedgerFault, match=os.strerror(errno.EFBIG)):
+            ledger.opened({"n": 1}, {"n": 2})
+        assert ledger.file.read_bytes() == b'{"n":0}\n'
+    ledger.opened({"n": 3})
+    assert [record["n"] for record in lines(tmp_path)] == [0, 3]
+
+
+def test_a_claim_that_is_refused_is_known_once_there_is_room(tmp_path: Path) -> None:
+    failures = []
+    ledger = Ledger(tmp_path, failed=lambda: failures.append(1))
+    with room(0):
+        with pytest.raises(LedgerFault):
+            ledger.claimed({"event": "opened", "n": 0})
+        ledger._held += b'{"event":"closed","n":0}\n'
+        with pytest.raises(LedgerFault):
+            ledger.check()
+        assert ledger.broken
+    ledger.check()
+    assert not ledger.broken
+    assert [record["event"] for record in lines(tmp_path)] == ["opened", "closed"]
+    assert len(failures) == 2
+    assert ledger.close()
+
+
+def test_what_went_on_unrecorded_is_told_of_as_a_gap(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, "r", on_error="continue")
+    assert ledger.claimed({"n": 0})
+    with room(0):
+        assert not ledger.claimed({"n": 1})
+        assert not ledger.claimed({"n": 2})
+        ledger.check()
+        assert unmarked(tmp_path) == 1
+    assert ledger.claimed({"n": 3})
+    assert unmarked(tmp_path) == 0
+    told = lines(tmp_path)
+    assert [record.get("n") for record in told] == [0, None, 3]
+    assert (told[1]["event"], told[1]["run"], told[1]["missing"]) == ("gap", "r", 2)
+    segments = Segments(tmp_path)
+    assert len(list(segments)) == 3
+    assert segments.gaps == 1
+
+
+def test_a_process_that_ends_with_a_gap_leaves_its_mark(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, on_error="continue")
+    with room(0):
+        ledger.claimed({"n": 0})
+        assert not ledger.close()
+    assert unmarked(tmp_path) == 1
+
+
+def test_where_nothing_can_be_taken_back_the_line_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(tmp_path)
+    with room(5), monkeypatch.context() as patch:
+        patch.setattr("gateway.ledger.writer.os.ftruncate", _fails)
+        with pytest.raises(LedgerFault):
+            ledger.opened({"n": 0})
+    ledger.opened({"n": 1})
+    assert ledger.file.read_bytes() == b'{"n":\n{"n":1}\n'
+
+
+def _fails(descriptor: int, length: int) -> None:
+    raise OSError(errno.EIO, "no")
+
+
+def test_a_torn_last_line_is_cut_off_and_one_in_the_middle_is_a_gap(tmp_path: Path) -> None:
+    (tmp_path / "1.jsonl").write_bytes(b'{"n":0}\n{"n"')
+    (tmp_path / "2.jsonl").write_bytes(b'{"n":1}\n{"n"\n[]\n{"n":2}\n{"n":3}')
+    segments = Segments(tmp_path)
+    assert [record["n"] for record in segments] == [0, 1, 2]
+    assert segments.gaps == 1
+    assert (tmp_path / "1.jsonl").read_bytes() == b'{"n":0}\n'

@@ -1,0 +1,202 @@
+"""What the ledger tells of a request, and that others can read it as it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from gateway.record import counts
+from tests.harness import DONE, FakeWorker, Gate, Reply, Seen, chat, completion, delta, gateway, polite, pool
+
+CHAT = "/sessions/s/v1/chat/completions"
+
+
+@asynccontextmanager
+async def gate_of(folder: Path, script: Any = polite, replicas: int = 2, **settings: Any) -> AsyncIterator[Gate]:
+    async with FakeWorker(script) as one, FakeWorker(script) as two:
+        urls = [one.url, two.url][:replicas]
+        ledger = {"path": str(folder)} | settings.pop("ledger", {})
+        async with gateway(pool("policy", *urls), run="r", ledger=ledger, **settings) as gate:
+            yield gate
+
+
+def pair(gate: Gate) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The claim and the end of the only request."""
+    opened, closed = (each for each in gate.records() if each["event"] in ("opened", "closed"))
+    return opened, closed
+
+
+async def test_a_record_has_all_that_decided_and_all_that_came(tmp_path: Path) -> None:
+    async with gate_of(tmp_path) as gate:
+        answer = await gate.http.post(CHAT, json=chat("x", n=1), headers={"X-Index-Order": "content"})
+        opened, closed = pair(gate)
+        settings, fleet = gate.gateway.settings, gate.gateway.fleet
+        replica = answer.headers["x-detgate-replica"]
+        assert opened["config"] == settings.digest()
+        assert (opened["scheme"], opened["order"], opened["model"]) == ("v1", "content", "test-model")
+        assert (opened["stream"], opened["n"], opened["epoch"]) == (False, 1, 0)
+        assert opened["identity"] == f"s/{opened['content'][:16]}"
+        assert abs(opened["time"] - closed["time"]) < 60
+        assert sorted(closed["candidates"]) == ["policy-0", "policy-1"]
+        assert closed["candidates"][0] == closed["replica"] == replica
+        assert closed["loads"] == {"policy-0": 0, "policy-1": 0}
+        assert closed["attempts"] == [{"replica": replica, "outcome": "answered"}]
+        assert closed["engine"] == next(each.fingerprint for each in fleet.replicas if each.name == replica)
+        assert (closed["status"], closed["outcome"], closed["finish_reasons"]) == (200, "delivered", ["stop"])
+        assert closed["usage"] == {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+        assert len(closed["answer"]) == 32
+        assert 0 < closed["first_byte_seconds"] <= closed["seconds"]
+        assert not any(name.endswith("_body") for name in (*opened, *closed))
+
+
+async def test_each_sending_is_told_with_how_it_ended(tmp_path: Path) -> None:
+    broken: list[str] = []
+
+    async def breaks_once(seen: Seen, reply: Reply) -> None:
+        if not broken:
+            broken.append(seen.target)
+            reply.reset()
+        else:
+            await polite(seen, reply)
+
+    async with gate_of(tmp_path, breaks_once) as gate:
+        assert (await gate.http.post(CHAT, json=chat("x"))).status_code == 200
+        _, closed = pair(gate)
+    assert [each["outcome"] for each in closed["attempts"]] == ["broken", "answered"]
+    assert [each["replica"] for each in closed["attempts"]] == closed["replicas"]
+    assert closed["candidates"] == [closed["replica"]]
+
+
+async def test_every_record_has_the_same_columns(tmp_path: Path) -> None:
+    async with gate_of(tmp_path, profile="balanced") as gate:
+        await gate.http.post(CHAT, json=chat("x"))
+        await gate.http.post(CHAT, json=chat("x", stream=True, model=7))
+        for replica in gate.gateway.fleet.replicas:
+            replica.draining = True
+        assert (await gate.http.post(CHAT, json=chat("y"))).status_code == 503
+        records = [each for each in gate.records() if each["event"] in ("opened", "closed")]
+    for event in ("opened", "closed"):
+        columns = [tuple(each) for each in records if each["event"] == event]
+        assert len(set(columns)) == 1
+        assert len(columns) == 3
+
+
+async def test_bodies_are_kept_byte_for_byte_and_cut_where_they_are_too_long(tmp_path: Path) -> None:
+    sent = '{"model" : "test-model", "messages":[{"role":"user","content":"Grüße \\ud83d\\ude00"}], "temperature": 1.0}'
+    async with gate_of(tmp_path, ledger={"bodies": True, "body_bytes": 200}) as gate:
+        answer = await gate.http.post(CHAT, content=sent, headers={"authorization": "Bearer secret-of-a-client"})
+        opened, closed = pair(gate)
+        text = (tmp_path / "r").glob("*.jsonl")
+        whole = b"".join(file.read_bytes() for file in text)
+    assert (opened["request_body"], opened["request_bytes"], opened["request_cut"]) == (sent, len(sent.encode()), False)
+    assert closed["answer_body"] == answer.text[:200]
+    assert (closed["answer_bytes"], closed["answer_cut"]) == (len(answer.content), True)
+    assert b"secret-of-a-client" not in whole
+
+
+async def test_a_cut_body_ends_with_a_whole_character(tmp_path: Path) -> None:
+    async with gate_of(tmp_path, ledger={"bodies": True, "body_bytes": 1000}) as gate:
+        body = json.dumps(chat("ü" * 1000), ensure_ascii=False).encode()
+        await gate.http.post(CHAT, content=body)
+        opened, _ = pair(gate)
+    assert body.startswith(opened["request_body"].encode())
+    assert 998 < len(opened["request_body"].encode()) <= 1000
+    assert (opened["request_bytes"], opened["request_cut"]) == (len(body), True)
+
+
+async def test_of_a_stream_the_events_are_kept_as_the_client_got_them(tmp_path: Path) -> None:
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        for event in (delta("h"), delta("i"), delta("", "stop"), DONE):
+            reply.chunk(event)
+        reply.end()
+
+    async with gate_of(tmp_path, script, ledger={"bodies": True}) as gate:
+        answer = await gate.http.post(CHAT, json=chat("x", stream=True))
+        await gate.until(lambda: len(gate.records()) == 2)
+        opened, closed = pair(gate)
+    assert opened["stream"]
+    assert closed["answer_body"] == answer.text
+    assert closed["answer_body"].endswith(DONE)
+
+
+async def test_of_a_request_that_is_refused_the_error_is_kept(tmp_path: Path) -> None:
+    async with gate_of(tmp_path, ledger={"bodies": True}) as gate:
+        for replica in gate.gateway.fleet.replicas:
+            replica.draining = True
+        answer = await gate.http.post(CHAT, json=chat("x"))
+        _, closed = pair(gate)
+    assert (closed["outcome"], closed["error"]) == ("refused", "no_healthy_replica")
+    assert closed["answer_body"] == answer.text
+
+
+async def test_duckdb_reads_segments_as_they_are(tmp_path: Path) -> None:
+    answers = iter(range(100))
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        number = next(answers)
+        usage: dict[str, Any] = {"prompt_tokens": 3, "total_tokens": number, "details": None}
+        if number % 2:
+            usage |= {"total_tokens": str(number), "cost": 0.25, "details": {"cached_tokens": 1}}
+        reply.json(completion(usage=usage))
+
+    async with gate_of(tmp_path, script, ledger={"bodies": True, "segment_bytes": 4096}) as gate:
+        for number in range(20):
+            body = chat(f"{number}", **({"seed": 2**62} if number % 3 else {}))
+            await gate.http.post(CHAT, json=body, headers={"idempotency-key": f"k{number}"} if number % 5 else {})
+        gate.records()
+        folder = tmp_path / "r"
+        assert len(list(folder.glob("*.jsonl"))) > 3
+        table = f"read_json('{folder}/*.jsonl', union_by_name = true)"
+        columns = {
+            name: kind.replace('"', "") for name, kind, *_ in duckdb.sql(f"DESCRIBE SELECT * FROM {table}").fetchall()
+        }
+        expected = {
+            "index": "BIGINT", "seed": "BIGINT", "status": "BIGINT", "seconds": "DOUBLE", "time": "DOUBLE",
+            "identity": "VARCHAR", "stream": "BOOLEAN", "request_body": "VARCHAR", "key": "VARCHAR",
+            "attempts": "STRUCT(replica VARCHAR, outcome VARCHAR)[]", "finish_reasons": "VARCHAR[]",
+        }  # fmt: skip
+        assert {name: columns[name] for name in expected} == expected
+        assert "JSON" not in columns.values()
+        query = f"""
+            SELECT o.index, o.seed, c.usage.prompt_tokens, json_extract_string(o.request_body, '$.messages[0].content')
+            FROM {table} o JOIN {table} c USING (run, session, identity, index)
+            WHERE o.event = 'opened' AND c.event = 'closed' ORDER BY o.index
+        """
+        rows = duckdb.sql(query).fetchall()
+    assert [(index, prompt, text) for index, _, prompt, text in rows] == [(n, 3, f"{n}") for n in range(20)]
+    assert [seed == 2**62 for _, seed, _, _ in rows] == [bool(n % 3) for n in range(20)]
+
+
+async def test_jq_reads_segments_as_they_are(tmp_path: Path) -> None:
+    jq = shutil.which("jq")
+    if jq is None:  # nothing is lost: DuckDB has read the same lines above
+        return
+    async with gate_of(tmp_path) as gate:
+        await gate.http.post(CHAT, json=chat("x"))
+        [file] = (tmp_path / "r").glob("*.jsonl")
+        opened, _ = pair(gate)
+        query = (jq, "-c", 'select(.event == "opened") | [.index, .seed]', str(file))
+        process = await asyncio.create_subprocess_exec(*query, stdout=asyncio.subprocess.PIPE)
+        told, _ = await process.communicate()
+        assert json.loads(told) == [0, opened["seed"]]
+
+
+@pytest.mark.parametrize(
+    ("usage", "kept"),
+    [
+        ({"total_tokens": 3}, {"total_tokens": 3}),
+        ({"total_tokens": "3", "cost": 0.5, "ok": True, "none": None}, {}),
+        ({"details": {"cached_tokens": 1, "audio": None}}, {"details": {"cached_tokens": 1}}),
+    ],
+)
+def test_of_usage_whole_numbers_are_kept(usage: dict[str, Any], kept: dict[str, Any]) -> None:
+    assert counts(usage) == kept
