@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,14 @@ from gateway.shared.link import Link
 from gateway.tasks import start, stop
 
 MISSING = "redis-server is not installed, and these tests want a real one: apt-get install redis-server, or .ci/run"
+
+
+async def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait until a condition holds; fails the test if it does not in time."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not holds():
+        assert asyncio.get_running_loop().time() < deadline, f"not within {seconds:g} s"
+        await asyncio.sleep(0.005)
 
 
 class RedisServer:
@@ -64,6 +72,7 @@ class RedisServer:
     async def start(self) -> None:
         """Start it, and wait until it answers."""
         words = ["--port", str(self.port), "--save", "", "--appendonly", "no", "--dir", self._folder.name]
+        words += ["--repl-diskless-sync-delay", "0"]
         self._process = subprocess.Popen(  # noqa: ASYNC220  # takes a millisecond, and so does its end
             [str(self.binary), *words, "--loglevel", "warning", *self._options],
             stdout=subprocess.DEVNULL,
@@ -182,7 +191,7 @@ class Front:
             ends.add(back)
             self._open |= ends
             await asyncio.gather(self._pump(reader, back), self._pump(there, writer, back=True))
-        except OSError:
+        except (OSError, asyncio.CancelledError):
             pass
         finally:
             for end in ends:

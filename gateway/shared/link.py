@@ -65,7 +65,7 @@ class Link:
     async def call(self, script: Script, keys: Words, args: Words) -> Any:
         """Run a script; its reply. Raises `StoreFault`: then it was not run, was run, or runs yet."""
         if self._wire is None:
-            await self._connected()
+            await self.ready()
         return await self.send(script, keys, args)
 
     def send(self, script: Script, keys: Words, args: Words) -> asyncio.Future[Any]:
@@ -79,8 +79,8 @@ class Link:
         self._failed()
         return StoreFault("The store that keeps indices does not answer. Nothing was decided; ask again.")
 
-    async def _connected(self) -> None:
-        """Wait for a connection, if it is not long that there is none."""
+    async def ready(self) -> None:
+        """Wait for a connection, if it is not long that there is none. Raises `StoreFault`."""
         loop = asyncio.get_running_loop()
         since = self._down_since if self._down_since is not None else loop.time()
         try:

@@ -22,7 +22,7 @@ from typing import Any
 
 import orjson
 
-from gateway.core.errors import Conflict, StoreFault
+from gateway.core.errors import Conflict, Fault, StoreFault
 from gateway.core.indexing import Ask, Claim, refused
 from gateway.ledger.writer import Ledger
 from gateway.settings import InvalidSettings, Settings
@@ -279,10 +279,19 @@ class SharedRun:
     async def claim(self, key: ScopeKey, ask: Ask, seconds: float) -> Claim:
         self._sessions[key.session] = None
         self._bound(self._sessions)
-        held = Held(key, ask, scope_name(key.session, key.identity), session_name(key.session))
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._link.seconds
         while True:
+            held = Held(key, ask, scope_name(key.session, key.identity), session_name(key.session))
+            if self._link.why_down is not None:
+                await self._link.ready()
             connection = self.part.connection or await self.part.join()
-            answer = await self._ask(held, connection)
+            try:
+                answer = await self._ask(held, connection)
+            except StoreFault:
+                if loop.time() >= until:
+                    raise
+                continue
             if answer[0] == b"wait":
                 return await self._wait(held, answer[1] == b"racing", seconds)
             if answer[0] != b"away":
@@ -291,8 +300,6 @@ class SharedRun:
 
     async def _ask(self, held: Held, connection: bytes) -> list[Any]:
         """Ask for an index. Who is gone before the answer has taken nothing."""
-        if self._link.why_down is not None:
-            raise self._link.fault()
         asked = self._send(held, connection)
         try:
             answer: list[Any] = await asked
@@ -374,14 +381,18 @@ class SharedRun:
             return issued.raced
         held.state = COMPLETE
         self._end_flight(held, issued)
-        told = self._tell(held)
-        if told is not None:
-            try:
+        try:
+            told = self._tell(held)
+            if told is None:
+                await self._link.ready()
+                await self.part.join()
+                told = self._tell(held)
+            if told is not None:
                 answer = await told
-            except StoreFault:
-                return issued.raced
-            issued.raced |= answer[0] == b"done" and bool(answer[1])
-            self._wake(held.scope)
+                issued.raced |= answer[0] == b"done" and bool(answer[1])
+                self._wake(held.scope)
+        except Fault:
+            pass  # it is owed
         held.raced = issued.raced
         return issued.raced
 

@@ -173,11 +173,11 @@ async def test_a_claim_whose_answer_is_lost_loses_no_index() -> None:
         async with gateways(1, front.url, worker) as (gate,):
             assert index(await ask(gate, "a")) == 0
             front.lose = b'["s","s"]'
-            assert (await ask(gate, "b")).status_code == 503
+            assert index(await ask(gate, "b")) == 1
             assert front.lose is None
-            await ready(gate)
             assert index(await ask(gate, "c")) == 2
-            assert index(await ask(gate, "b", X_Stainless_Retry_Count="1")) == 1
+            kept: Any = gate.gateway._store
+            await gate.until(lambda: kept.owed == 0)
 
 
 async def test_settings_that_decide_are_kept_with_the_run() -> None:
@@ -203,17 +203,17 @@ async def test_a_run_is_joined_and_goes_on_where_it_was() -> None:
 
 async def test_a_run_that_was_idle_for_too_long_is_gone() -> None:
     async with RedisServer() as server, FakeWorker() as worker:
-        async with gateways(1, server.url, worker, timeouts=SHORT | {"run": 0.4}) as (gate,):
+        async with gateways(1, server.url, worker, timeouts=SHORT | {"run": 1.5}) as (gate,):
             assert index(await ask(gate)) == 0
             answer = await ask(gate)
             async with asyncio.timeout(10):
                 while answer.status_code == 200:
-                    await asyncio.sleep(0.5)
+                    await asyncio.sleep(2.0)
                     answer = await ask(gate)
             assert (answer.status_code, answer.json()["error"]["code"]) == (410, "run_gone")
             assert answer.headers["x-should-retry"] == "false"
             left = await server.ask("KEYS", "detgate:{r}:*")
-            assert left == [b"detgate:{r}:over"]
+            assert [name for name in left if b":sessions:" not in name] == [b"detgate:{r}:over"]
 
 
 async def test_what_a_dead_gateway_had_in_flight_is_released_by_whoever_notices() -> None:

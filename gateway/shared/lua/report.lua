@@ -58,7 +58,8 @@ local function tell(at)
         if not read_claim(token, C) then
             live = live or {
                 claims = 0, open = 0, drawn = false, since = head.races, raw = raw,
-                used = not fresh and call('ZREM', R, free_member(raw, index)) == 0 and not named,
+                used = (named and bound.used)
+                    or (not named and not fresh and call('ZREM', R, free_member(raw, index)) == 0),
             }
             live.claims = live.claims + 1
             if state == 'o' then

@@ -51,12 +51,18 @@ if got[1] ~= here or (knows and known_memory ~= memory and not phase and known >
         call('HSET', H, '@forgot', '0')
     end
     call('HSET', H, '@server', here, '@epoch', epoch, '@memory', memory, '@deciding', deciding)
+    if new then
+        call('DEL', R)
+    end
     call('ZADD', R, 0, '')
     call('DEL', awaited)
     keep_until(now + retention, retention)
     for _, other in ipairs(call('ZRANGE', beats, 0, -1)) do
         await(other)
         call('ZADD', beats, now, other)
+        if new then
+            call('DEL', PREFIX .. 'claims:' .. other)
+        end
     end
     if not new or knows or not settled then
         phase = written(new and now + grace or now) .. ',' .. written(now + lease)

@@ -1,0 +1,352 @@
+"""What becomes of indices when the store forgets: in whole, in part, or perhaps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.core.errors import Conflict, StoreFault
+from gateway.core.indexing import Ask, Claim, Scope, Session
+from gateway.shared.part import Memory
+from gateway.stores import ScopeKey
+from gateway.stores.redis import RedisStore
+from tests.redis_server import Front, RedisServer, until
+from tests.shared.test_scripts import EXAMPLES
+from tests.stores.redis import store, terms
+
+LEASE = 1.0
+ME = ScopeKey("run", "session", "me")
+
+
+def key(session: str) -> ScopeKey:
+    return ScopeKey("run", session, "me")
+
+
+def ask(raw: str, key: str | None = None, number: int | None = None, repeat: int = 0, *, strict: bool = False) -> Ask:
+    kind = "arrival" if number is None else "client"
+    return Ask(kind, raw.encode().ljust(16, b"."), raw, number, key, repeat, strict)  # type: ignore[arg-type]
+
+
+async def served(kept: RedisStore, scope: ScopeKey, *asks: Ask, used: bool = True) -> list[Claim]:
+    """Claims one after the other, each to its end."""
+    claims = []
+    for each in asks:
+        claims.append(await kept.claim(scope, each, 0.2))
+        await kept.complete(scope, claims[-1].index)
+        await kept.settle(scope, claims[-1].index, used=used)
+    return claims
+
+
+async def numbered(kept: RedisStore, scope: ScopeKey, *asks: Ask) -> list[int]:
+    return [claim.index for claim in await served(kept, scope, *asks)]
+
+
+async def joined(kept: RedisStore, epoch: int | None = None) -> Memory:
+    """Wait until it takes part, in this epoch."""
+    part = kept._run("run").part
+    await until(lambda: part.connection is not None and epoch in (None, part.memory.epoch))
+    return part.memory
+
+
+async def met(kept: RedisStore, others: int) -> None:
+    """Wait until it has seen so many gateways, itself included."""
+    await until(lambda: len(kept._run("run").part.peers) >= others)
+
+
+def vanish(kept: RedisStore) -> None:
+    """As when its process is killed: it says nothing any more."""
+    run = kept._runs.pop("run")
+    run._life.cancel()
+    run.part.connection = None
+
+
+class Pair:
+    """A primary with a replica, and an address that leads to whichever serves."""
+
+    def __init__(self) -> None:
+        self.primary, self.replica = RedisServer(), RedisServer()
+
+    @asynccontextmanager
+    async def up(self) -> AsyncIterator[Front]:
+        async with self.primary, self.replica:
+            await self.primary.meet()
+            await self.follow()
+            async with Front(self.primary.port) as front:
+                self.front = front
+                yield front
+
+    async def follow(self) -> None:
+        """The replica follows, and has all there is."""
+        await self.replica.ask("REPLICAOF", "127.0.0.1", self.primary.port)
+        for _ in range(2000):
+            if await _told(self.replica, b"master_link_status") == b"up":
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("the replica does not follow")
+
+    async def part(self) -> None:
+        """The replica gets nothing any more."""
+        await self.replica.ask("REPLICAOF", "127.0.0.1", 1)
+
+    async def fail_over(self) -> None:
+        """The primary dies, the replica takes its place."""
+        self.front.cut()
+        self.primary.kill()
+        await self.replica.ask("REPLICAOF", "NO", "ONE")
+        self.front.lead(self.replica.port)
+
+    async def caught_up(self) -> None:
+        """The replica has all that the primary has."""
+        for _ in range(2000):
+            offset = await _told(self.primary, b"master_repl_offset")
+            if await _told(self.replica, b"slave_repl_offset") == offset:
+                return
+            await asyncio.sleep(0.005)
+        raise AssertionError("the replica does not catch up")
+
+
+async def _told(server: RedisServer, name: bytes) -> bytes:
+    told: bytes = await server.ask("INFO", "replication")
+    return told.partition(name + b":")[2].split()[0]
+
+
+async def test_after_a_failover_that_lost_nothing_all_goes_on_in_a_new_epoch() -> None:
+    pair = Pair()
+    async with pair.up() as front:
+        async with store(front.url, terms(lease=LEASE)) as one, store(front.url, terms(lease=LEASE)) as two:
+            assert await numbered(one, ME, ask("a"), ask("b")) == [0, 1]
+            assert await numbered(two, ME, ask("c")) == [2]
+            await pair.caught_up()
+            await pair.fail_over()
+            claim = await two.claim(ME, ask("d", strict=True), 0)
+            assert (claim.index, claim.flags, claim.epoch) == (3, (), 1)
+            await joined(one, 1)
+            assert await pair.replica.ask("SCARD", "detgate:{run}:missing") == 0
+
+
+async def test_what_a_failover_lost_is_told_again() -> None:
+    pair = Pair()
+    async with pair.up() as front:
+        async with store(front.url, terms(lease=LEASE)) as one, store(front.url, terms(lease=LEASE)) as two:
+            assert await numbered(one, ME, ask("a")) == [0]
+            await joined(two)
+            await pair.caught_up()
+            await pair.part()
+            assert await numbered(one, ME, ask("b"), ask("c", "K")) == [1, 2]
+            assert await numbered(two, ME, ask("d")) == [3]
+            failed = await served(two, ME, ask("e"), used=False)
+            live = await one.claim(ME, ask("f"), 0)
+            assert (failed[0].index, live.index) == (4, 5)
+            assert await numbered(one, key("n"), ask("x", number=7)) == [7]
+            await pair.fail_over()
+            assert (await two.claim(ME, ask("g"), 0)).flags == ("racing",)  # with what is in flight still
+            assert await one.complete(ME, live.index)
+            assert not await one.settle(ME, live.index, used=True)
+            assert await numbered(one, ME, ask("c", "K"), ask("e"), ask("h")) == [2, 4, 7]
+            with pytest.raises(Conflict) as refused:
+                await two.claim(key("n"), ask("y", number=7), 0)
+            assert refused.value.code == "index_conflict"
+            assert (await joined(two)).epoch == 1
+
+
+@pytest.mark.parametrize("how", ["flush", "restart", "forgotten run"])
+async def test_what_a_store_forgot_in_whole_is_told_again(how: str) -> None:
+    async with RedisServer() as server, Front(server.port) as front:
+        async with store(front.url, terms(lease=LEASE)) as one, store(front.url, terms(lease=LEASE)) as two:
+            assert await numbered(one, ME, ask("a"), ask("b")) == [0, 1]
+            await served(two, ME, ask("c"), used=False)
+            live = await two.claim(ME, ask("d"), 0)
+            match how:
+                case "flush":
+                    await server.ask("FLUSHALL")
+                case "restart":
+                    server.kill()
+                    await server.start()
+                case _:
+                    await server.ask("DEL", "detgate:{run}:state")
+            claim = await one.claim(ME, ask("e"), 0)
+            assert (claim.index, claim.flags, claim.epoch) == (4, ("racing",), 1)
+            assert await two.complete(ME, live.index)
+            assert await two.settle(ME, live.index, used=False)
+            await one.complete(ME, claim.index)
+            assert await numbered(two, ME, ask("d"), ask("c"), ask("f")) == [3, 2, 5]
+            assert await server.ask("SCARD", "detgate:{run}:missing") == 0
+
+
+async def test_a_newcomer_does_not_take_a_run_that_was_forgotten_for_a_new_one() -> None:
+    async with RedisServer() as server:
+        async with store(server.url, terms(lease=LEASE)) as one:
+            assert await numbered(one, ME, ask("a"), ask("b")) == [0, 1]
+            one.link._wire.drop("for the test")  # type: ignore[union-attr]
+            await server.ask("FLUSHALL")
+            async with store(server.url, terms(lease=LEASE)) as two:
+                claim = await two.claim(ME, ask("c"), 0)
+                assert (claim.index, claim.epoch) == (2, 1)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+async def test_only_sessions_of_a_gateway_that_is_gone_are_fenced(strict: bool) -> None:
+    pair = Pair()
+    async with pair.up() as front:
+        async with store(front.url, terms(lease=LEASE), strict=strict, seconds=5) as here:
+            async with store(front.url, terms("doomed", lease=LEASE), strict=strict) as doomed:
+                assert await numbered(here, key("ours"), ask("a")) == [0]
+                assert await numbered(doomed, key("theirs"), ask("a")) == [0]
+                assert await numbered(here, key("both"), ask("a")) == [0]
+                await joined(doomed)
+                await pair.caught_up()
+                await pair.part()
+                assert await numbered(doomed, key("theirs"), ask("b")) == [1]
+                assert await numbered(here, key("ours"), ask("b")) == [1]
+                vanish(doomed)
+            await pair.fail_over()
+            assert await numbered(here, key("ours"), ask("c")) == [2]
+            assert await numbered(here, key("both"), ask("b")) == [1]
+            assert await numbered(here, key("new"), ask("b")) == [0]
+            assert await pair.replica.ask("SMEMBERS", "detgate:{run}:missing") == [b"doomed"]
+            if strict:
+                with pytest.raises(Conflict) as refused:
+                    await here.claim(key("theirs"), ask("c"), 0)
+                assert refused.value.code == "session_fenced"
+            else:
+                for _ in range(2):
+                    claim = (await served(here, key("theirs"), ask("c")))[0]
+                    assert (claim.flags, claim.epoch) == (("epoch",), 1)
+
+
+async def test_a_gateway_that_tells_late_is_heard_and_its_sessions_are_served_again() -> None:
+    async with RedisServer() as server, Front(server.port) as front:
+        await server.meet()
+        async with store(server.url, terms(lease=LEASE), seconds=5) as one:
+            async with store(front.url, terms(lease=LEASE), seconds=0.3) as late:
+                assert await numbered(one, key("a"), ask("a")) == [0]
+                assert await numbered(late, key("b"), ask("a"), ask("b")) == [0, 1]
+                await met(one, 2)
+                front.target = 1
+                front.cut()
+                await server.ask("FLUSHALL")
+                with pytest.raises(Conflict):
+                    await one.claim(key("b"), ask("c"), 0)
+                front.target = server.port
+                await joined(late, 1)
+                claim = await one.claim(key("b"), ask("c"), 0)
+                assert (claim.index, claim.flags, claim.epoch) == (2, (), 1)
+
+
+async def test_until_all_have_told_requests_wait_and_are_then_refused() -> None:
+    async with RedisServer() as server, Front(server.port) as front:
+        await server.meet()
+        async with store(server.url, terms(lease=2.0), seconds=0.3) as one:
+            async with store(front.url, terms(lease=2.0), seconds=0.3) as other:
+                assert await numbered(one, ME, ask("a")) == [0]
+                await joined(other)
+                await met(one, 2)
+                front.target = 1
+                front.cut()
+                await server.ask("FLUSHALL")
+                one._run("run").part.leave()
+                with pytest.raises(StoreFault):
+                    await one.claim(ME, ask("b"), 0)
+                assert "other gateways" in str(one.why_down("run"))
+                front.target = server.port
+                await joined(one, 1)
+                assert await numbered(one, ME, ask("b")) == [1]
+
+
+# --- any story, with a store that forgets all, or the last of it, in the middle
+
+
+class Story:
+    """One session served by two gateways, and by the rule, which never forgets."""
+
+    def __init__(self, server: RedisServer, stores: tuple[RedisStore, RedisStore], run: str) -> None:
+        self.server = server
+        self.stores = stores
+        self.scope = ScopeKey(run, "s", "me")
+        self.rule = Scope("me", Session())
+        self.live: list[tuple[RedisStore, int]] = []
+        self.copy: dict[bytes, bytes] = {}
+
+    async def claims(self, which: int, each: Ask) -> None:
+        kept = self.stores[which]
+        outcome = self.rule.claim(each, final=True)
+        assert isinstance(outcome, Claim)
+        claim = await kept.claim(self.scope, each, 0)
+        assert claim.index == outcome.index
+        self.live.append((kept, claim.index))
+
+    async def ends(self, which: int, used: bool) -> None:
+        if self.live:
+            kept, index = self.live.pop(which % len(self.live))
+            self.rule.complete(index)
+            await kept.complete(self.scope, index)
+            released = self.rule.settle(index, used=used)
+            assert await kept.settle(self.scope, index, used=used) == released
+
+    async def copied(self) -> None:
+        """What the store knows now is what it may fall back to."""
+        self.copy = {name: await self.server.ask("DUMP", name) for name in await self.keys()}
+
+    async def keys(self) -> list[bytes]:
+        names: list[bytes] = await self.server.ask("KEYS", f"detgate:{{{self.scope.run}}}:*")
+        return names
+
+    async def forgets(self) -> None:
+        """The store falls back to its last copy, as another server would that takes its place."""
+        epoch = self.stores[0]._run(self.scope.run).part.memory.epoch
+        await self.server.ask("DEL", *await self.keys())
+        for name, value in self.copy.items():
+            await self.server.ask("RESTORE", name, 0, value, "REPLACE")
+        if self.copy:
+            await self.server.ask("HSET", f"detgate:{{{self.scope.run}}}:state", "@server", "another")
+        for kept in self.stores:
+            part = kept._run(self.scope.run).part
+            part.leave()
+        for kept in self.stores:
+            part = kept._run(self.scope.run).part
+            await until(lambda part=part: part.connection is not None and part.memory.epoch > epoch)  # type: ignore[misc]
+
+
+def content_of(words: str) -> Ask:
+    """A request, with a key of its own content or without one."""
+    content, _, key = words.partition(" ")
+    return ask(content, key or None)
+
+
+happenings = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("claims"),
+            st.integers(0, 1),
+            st.builds(content_of, st.sampled_from(["x", "y", "z", "x K"])),
+        ),
+        st.tuples(st.just("ends"), st.integers(0, 9), st.booleans()),
+        st.tuples(st.just("ends"), st.integers(0, 9), st.booleans()),
+        st.tuples(st.just("forgets")),
+        st.tuples(st.just("copied")),
+    ),
+    min_size=3,
+    max_size=25,
+)
+
+
+@settings(max_examples=max(10, EXAMPLES // 10), deadline=None)
+@given(happenings)
+def test_whatever_a_store_forgets_it_is_told(story: list[tuple[object, ...]]) -> None:
+    async def play() -> None:
+        async with RedisServer() as server:
+            await server.meet()
+            given = [terms(lease=0.5), terms(lease=0.5)]
+            async with store(server.url, given[0]) as one, store(server.url, given[1]) as two:
+                told = Story(server, (one, two), "run")
+                for kept in (one, two):
+                    await joined(kept)
+                for verb, *words in story:
+                    await getattr(told, str(verb))(*words)
+
+    asyncio.run(play())
