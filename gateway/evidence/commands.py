@@ -31,10 +31,10 @@ def diff(
         mine, theirs = ledgers.find(a, ledger), ledgers.find(b, ledger)
         with _bar("reading", mine.bytes + theirs.bytes) as watch:
             found = compare(mine, theirs, answers_only=answers_only, watch=watch)
-    except Unusable as error:
+        if html is not None:
+            html.write_text(report.page(found), encoding="utf-8")
+    except (Unusable, OSError) as error:
         return unusable(error, as_json=as_json)
-    if html is not None:
-        html.write_text(report.page(found), encoding="utf-8")
     return tell(found, as_json=as_json)
 
 
@@ -44,7 +44,7 @@ def replay_decisions(name: str, ledger: Path, *, as_json: bool = False) -> int:
         source = ledgers.find(name, ledger)
         with _bar("deciding again", source.bytes) as watch:
             found = replay_plans.replay(source, lambda done: watch("read", done))
-    except Unusable as error:
+    except (Unusable, OSError) as error:
         return unusable(error, as_json=as_json)
     if as_json:
         print(json.dumps(replay_text.as_json(found), ensure_ascii=False))
@@ -59,13 +59,13 @@ def replay_again(
     """Send a recorded run again, to the gateway at `url` or to one that is started with `config`, and compare."""
     try:
         script = recorded.script(ledgers.find(name, settings.ledger.path))
-    except Unusable as error:
+    except (Unusable, OSError) as error:
         return unusable(error, as_json=as_json)
     wanted = run or f"{script.run}-replay"
     notes = Notes.of(Path(f"{wanted}.replay.json"), wanted)
     try:
         found = asyncio.run(_again(script, settings, url, config, wanted, notes))
-    except (Unusable, Failed) as error:
+    except (Unusable, Failed, OSError) as error:
         print("detgate: the same command goes on where it stopped", file=sys.stderr)
         return unusable(error, as_json=as_json)
     except KeyboardInterrupt:

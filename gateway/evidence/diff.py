@@ -205,10 +205,9 @@ class _Walk:
             self._settle()
         self._diff.sessions += 1
         self._diff.shared_sessions += group.in_a and group.in_b
+        self._diff.diverged_sessions += group.different
         if group.found:
-            self._diff.diverged_sessions += 1
-            if len(self._diff.rows) < SESSIONS:
-                self._diff.rows.append(self._row(group))
+            self._diff.rows.append(self._row(group))
 
     def _settle(self) -> None:
         group, diff = self._group, self._diff
@@ -225,6 +224,7 @@ class _Walk:
 
     def _count(self, difference: Difference, number: int) -> None:
         diff, group = self._diff, self._group
+        group.different = True
         if difference.root:
             diff.roots[difference.cause] += 1
             diff.bins[number][difference.cause] += 1
@@ -236,12 +236,9 @@ class _Walk:
         else:
             diff.downstream[difference.cause] += 1
             diff.bins_downstream[number] += 1
-        kept = None
-        if len(diff.kept) < KEPT and len(diff.rows) < SESSIONS:
-            kept = len(diff.kept)
+        if len(diff.kept) < KEPT and len(diff.rows) < SESSIONS and len(group.found) < CELLS:
+            group.found.append((difference.one, len(diff.kept)))
             diff.kept.append(difference)
-        if len(group.found) < CELLS:
-            group.found.append((difference.one, kept))
 
     def _row(self, group: _Group) -> Row:
         equal = [request_of(item) for item in group.equal]
@@ -260,6 +257,7 @@ class _Group:
     total: int = 0
     in_a: bool = False
     in_b: bool = False
+    different: bool = False
     equal: list[bytes] = field(default_factory=list)
     """The first items that are equal."""
     pairs: list[Pair] = field(default_factory=list)
@@ -267,6 +265,7 @@ class _Group:
     bins: list[int] = field(default_factory=list)
     """For each of them, in which part of the run it was met."""
     found: list[tuple[Request, int | None]] = field(default_factory=list)
+    """Differences that are kept to be shown: the request, and the place among all that are kept."""
     earlier: list[Difference] = field(default_factory=list)
     """Differences after which others may have come about."""
 
@@ -506,6 +505,8 @@ def _spreads(difference: Difference) -> bool:
 
 def _follows(difference: Difference, earlier: list[Difference]) -> bool:
     """Whether it came about by an earlier one: it asks something else, and began when that had ended."""
+    if not difference.one.named:
+        return False
     asks_else = difference.unsure or difference.cause in ("missing-request", "other-prompt", "other-order")
     goes_on = difference.cause == "other-answer" and difference.one.route == "/v1/responses"
     return (asks_else or goes_on) and any(

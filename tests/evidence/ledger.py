@@ -41,6 +41,7 @@ def request(session: str, index: int, *, answer: str = "", **changes: Any) -> Re
         **names,
         "outcome": "delivered",
         "status": 200,
+        "error": None,
         "racing": False,
         "attempts": [{"replica": "policy-0", "outcome": "answered"}],
         "engine": "vllm-1",
