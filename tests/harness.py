@@ -408,12 +408,14 @@ class FakeWorker:
         script: Script = polite,
         *,
         probes: Script | None = None,
+        host: str = "127.0.0.1",
         port: int = 0,
         keep_alive: float | None = None,
         backlog: int = 1024,
     ) -> None:
         self.script = script
         self.probes = probes
+        self.host = host
         self.port = port
         self.keep_alive = keep_alive
         self.seen: list[Seen] = []
@@ -429,12 +431,10 @@ class FakeWorker:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(
-            self._serve, "127.0.0.1", self.port, limit=2**26, backlog=self._backlog
-        )
+        self._server = await asyncio.start_server(self._serve, self.host, self.port, limit=2**26, backlog=self._backlog)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
