@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from importlib import import_module
 from typing import Any
 
@@ -91,6 +92,14 @@ class Gateway:
             for replica in self.fleet.replicas:
                 replica.connections.close()
             self.runs.close()
+
+    async def knows_its_world(self, seconds: float) -> None:
+        """Wait, for a bounded time, until replicas were probed and the store has told what others know."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.health.probed.wait()
+                while self._store.why_down(self.run) is not None or not self.sessions.ready:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
 
     def _gauges(self) -> None:
         replica_labels = ("pool", "replica")

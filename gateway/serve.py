@@ -25,6 +25,9 @@ from gateway.tasks import start
 
 log = structlog.get_logger("detgate")
 
+PREPARE_SECONDS = 2.0
+"""How long one of several workers may take to learn what it needs, before it takes requests: others do meanwhile."""
+
 
 def run(settings: Settings, load: Callable[[], Settings], *, resume: bool = False, new_run: bool = False) -> None:
     """Serve until SIGTERM or CTRL-C. SIGHUP asks `load` for the settings anew and brings the replicas to them.
@@ -74,7 +77,7 @@ async def _worker(begin: Start, line: socket.socket, sockets: Sequence[socket.so
     server = Server(gateway, sockets)
     hearing = start(_hear(worker, server), "line")
     try:
-        await _serve(gateway, server, lambda _: worker.ready())
+        await _serve(gateway, server, lambda _: worker.ready(), PREPARE_SECONDS)
     finally:
         hearing.cancel()
 
@@ -85,12 +88,15 @@ async def _hear(worker: Worker, server: Server) -> None:
     server.handle_exit(signal.SIGTERM, None)
 
 
-async def _serve(gateway: Gateway, server: Server, ready: Callable[[Gateway], object] | None = None) -> None:
+async def _serve(
+    gateway: Gateway, server: Server, ready: Callable[[Gateway], object] | None = None, wait: float = 0.0
+) -> None:
     own = gateway.runs.own
     log.info("run", run=own.name, resumed=own.resumed, ledger=str(own.folder), profile=gateway.settings.profile)
     if own.differs:
         log.error("not ready: the run began with other settings", run=own.name, keys=own.differs)
     async with gateway.running():
+        await gateway.knows_its_world(wait)
         # What stands now stays: the collector need not walk it again at each of its rounds, under load.
         gc.collect()
         gc.freeze()

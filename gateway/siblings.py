@@ -67,6 +67,9 @@ class Changed:
 class Count:
     """What are your numbers? Asked of a worker. Asked by one: what are those of all others?"""
 
+    numbers: Numbers | None = None
+    """Those of the worker that asks: what it shows counts on when it dies right after."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -77,7 +80,7 @@ class Siblings(Protocol):
     """All workers of this `detgate serve`."""
 
     async def numbers(self) -> Sequence[Numbers]:
-        """The numbers of all others, and of those that have died."""
+        """The numbers of all others, and of those that have died. Raises `Busy` where they cannot be had now."""
 
     async def change(self, change: Change) -> None:
         """Change the fleet of all. Raises `Busy` where that cannot be had now."""
@@ -119,17 +122,17 @@ class Worker:
         self._line.tell(Ready())
 
     async def numbers(self) -> Sequence[Numbers]:
-        try:
-            others: Sequence[Numbers] = await self._line.ask(Count(), 2 * COUNT_SECONDS)
-        except (ConnectionError, TimeoutError):
-            return ()
+        others: Sequence[Numbers] = await self._ask(Count(self._telemetry.numbers()), 2 * COUNT_SECONDS)
         return others
 
     async def change(self, change: Change) -> None:
+        await self._ask(change, 2 * ANSWER_SECONDS)
+
+    async def _ask(self, question: Any, seconds: float) -> Any:
         try:
-            await self._line.ask(change, 2 * ANSWER_SECONDS)
+            return await self._line.ask(question, seconds)
         except (ConnectionError, TimeoutError):
-            raise Busy("The other workers could not be told in time. Ask again.", code="workers_busy") from None
+            raise Busy("The other workers could not be asked in time. Ask again.", code="workers_busy") from None
 
     async def _tell(self) -> None:
         while True:

@@ -171,7 +171,11 @@ class Workers:
 
     def _answer_to(self, post: Post) -> Callable[[Any], Awaitable[Any]]:
         async def answer(question: Any) -> Any:
-            return await (self._count(post) if isinstance(question, Count) else self._tell(question))
+            if not isinstance(question, Count):
+                return await self._tell(question)
+            if question.numbers is not None:
+                post.numbers = question.numbers
+            return await self._count(post)
 
         return answer
 

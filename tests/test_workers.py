@@ -1,0 +1,281 @@
+"""`detgate serve --workers N` as real processes on a real store: one port, one fleet, one set of numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.harness import MODEL, FakeWorker, Reply, Seen, chat, completion, pool
+from tests.processes import Process, serving
+from tests.redis_server import RedisServer
+
+CHAT = "/v1/chat/completions"
+
+
+def config(server: RedisServer, *pools: dict[str, Any], **settings: Any) -> str:
+    timeouts = {"gateway": 1.5} | settings.pop("timeouts", {})
+    given = {"state": server.url, "run": "r", "workers": 2, "timeouts": timeouts, "health": {"interval": 0.2}}
+    return yaml.safe_dump({"pools": list(pools)} | given | settings)
+
+
+class Fresh:
+    """A client of whose requests each has a connection of its own: the workers take turns."""
+
+    def __init__(self, gate: Process) -> None:
+        self._url = f"http://127.0.0.1:{gate.port}"
+
+    async def ask(self, method: str, path: str, **given: Any) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=self._url, timeout=30, verify=False) as http:
+            return await http.request(method, path, **given)
+
+    async def numbers(self) -> dict[str, float]:
+        """The series that `/metrics` tells, but for the buckets."""
+        text = (await self.ask("GET", "/metrics")).text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return {
+            f"{sample.name}{sorted(sample.labels.items())}": sample.value
+            for sample in samples
+            if not sample.name.endswith("_bucket")
+        }
+
+
+@asynccontextmanager
+async def ready(folder: Path, text: str, workers: int = 2) -> AsyncIterator[tuple[Process, Fresh]]:
+    """The workers, all of which serve."""
+    async with serving(folder, text) as gate:
+        await gate.logged("worker ready", workers)
+        fresh = Fresh(gate)
+        for _ in range(8 * workers):
+            while (await fresh.ask("GET", "/readyz")).status_code != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        yield gate, fresh
+
+
+async def pids(gate: Process, times: int) -> list[int]:
+    """Those of the workers that became ready, in that order."""
+    return [int(json.loads(line)["pid"]) for line in await gate.logged("worker ready", times)]
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    files = sorted((folder / "ledger").rglob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+async def test_workers_are_one_gateway(tmp_path: Path) -> None:
+    async with RedisServer() as server, FakeWorker() as worker, FakeWorker() as other:
+        async with ready(tmp_path, config(server, pool("policy", worker.url))) as (gate, fresh):
+            # One counter, by several segments of one ledger.
+            answers = [await fresh.ask("POST", f"/sessions/s{CHAT}", json=chat(str(n))) for n in range(24)]
+            assert [int(answer.headers["x-detgate-index"]) for answer in answers] == list(range(24))
+            writers = {record["gateway"] for record in records(tmp_path) if record["event"] == "opened"}
+            assert len(writers) == 2
+
+            # The same numbers, whichever is asked.
+            told = [await fresh.numbers() for _ in range(12)]
+            name = f"detgate_requests_total[('pool', 'policy'), ('route', '{CHAT}'), ('status', '200')]"
+            assert {numbers[name] for numbers in told} == {24}
+            assert {numbers["detgate_replica_up[('pool', 'policy'), ('replica', 'policy-0')]"] for numbers in told} == {
+                1
+            }
+
+            # A session that one creates all know.
+            made = [(await fresh.ask("POST", "/sessions", json={"identity": "17"})).json() for _ in range(6)]
+            assert [each["session_id"] for each in made] == ["17", "17-1", "17-2", "17-3", "17-4", "17-5"]
+            key = {"authorization": f"Bearer {made[3]['api_key']}"}
+            for n in range(8):
+                answer = await fresh.ask("POST", CHAT, json=chat(str(n)), headers=key)
+                assert (answer.headers["x-detgate-session"], answer.headers["x-detgate-index"]) == ("17-3", str(n))
+            assert (await fresh.ask("DELETE", "/sessions/17-3", headers=key)).json()["state"] == "ended"
+            for _ in range(8):
+                assert (await fresh.ask("POST", CHAT, json=chat(), headers=key)).status_code == 410
+
+            # What one ledger has of it, from all segments.
+            lines = (await fresh.ask("GET", "/sessions/s/requests")).text.splitlines()
+            assert [json.loads(line)["index"] for line in lines] == list(range(24))
+
+            # A change of the fleet reaches all, before its answer does.
+            added = await fresh.ask("POST", "/admin/pools/policy/replicas", json={"name": "new", "url": other.url})
+            assert added.status_code == 201, added.text
+            for _ in range(12):
+                shown = (await fresh.ask("GET", "/admin/replicas")).json()["policy"]
+                assert [replica["name"] for replica in shown] == ["policy-0", "new"]
+            await fresh.ask("POST", "/admin/pools/policy/replicas/policy-0/drain")
+            before = len(worker.seen)
+            for n in range(12):
+                await fresh.ask("POST", CHAT, json=chat(f"drained {n}"))
+            assert len(worker.seen) == before
+
+            # A reload too: the file names the first alone, undrained or not.
+            gate.signal(signal.SIGHUP)
+            await gate.logged("reloaded")
+            for _ in range(8):
+                shown = (await fresh.ask("GET", "/admin/replicas")).json()["policy"]
+                assert [replica["name"] for replica in shown] == ["policy-0"]
+
+            gate.signal(signal.SIGTERM)
+            assert await gate.ended(15) == 0
+            assert not [line for line in gate.lines if '"level": "error"' in line]
+
+
+async def test_one_that_dies_is_replaced_and_what_it_had_is_lost_by_nobody(tmp_path: Path) -> None:
+    holding, held, go = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        if holding.is_set():
+            held.set()
+            await go.wait()
+        reply.json(completion())
+
+    async with RedisServer() as server, FakeWorker(script) as worker, FakeWorker() as other:
+        async with ready(tmp_path, config(server, pool("policy", worker.url))) as (gate, fresh):
+            for n in range(10):
+                await fresh.ask("POST", f"/sessions/s{CHAT}", json=chat(str(n)))
+            await fresh.ask("POST", "/admin/pools/policy/replicas", json={"name": "new", "url": other.url})
+            await fresh.ask("POST", "/admin/pools/policy/replicas/new/drain")
+            before = await fresh.numbers()
+            holding.set()
+            lost = asyncio.create_task(fresh.ask("POST", f"/sessions/t{CHAT}", json=chat("lost")))
+            await held.wait()
+            owner = next(r["gateway"] for r in records(tmp_path) if r["event"] == "opened" and r["session"] == "t")
+            pid = next(pid for pid in await pids(gate, 2) if f"-{pid}-" in owner)
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(httpx.TransportError):
+                await lost
+            for _ in range(6):
+                now = await fresh.numbers()
+                assert {n: v for n, v in before.items() if "_total" in n and now[n] < v} == {}
+            await gate.logged("worker ready", 3)
+            go.set()
+            # It knows the fleet as it was changed.
+            for _ in range(8):
+                shown = (await fresh.ask("GET", "/admin/replicas")).json()["policy"]
+                assert [(replica["name"], replica["draining"]) for replica in shown] == [
+                    ("policy-0", False),
+                    ("new", True),
+                ]
+            # Its claim is closed by another, and its index goes to whoever sends the same.
+            async with asyncio.timeout(15):
+                while not (gone := [r for r in records(tmp_path) if r.get("error") == "gateway-lost"]):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert [(r["session"], r["index"], r["used"]) for r in gone] == [("t", 0, False)]
+            again = await fresh.ask("POST", f"/sessions/t{CHAT}", json=chat("lost"))
+            assert again.headers["x-detgate-index"] == "0"
+            assert (await fresh.numbers())["detgate_worker_restarts_total[]"] == 1
+
+            # CTRL-C waits for nothing that is under way.
+            held.clear()
+            go.clear()
+            asked = asyncio.create_task(fresh.ask("POST", CHAT, json=chat("held")))
+            await held.wait()
+            gate.signal(signal.SIGINT)
+            assert await gate.ended(10) == 130
+            await asyncio.gather(asked, return_exceptions=True)
+            assert not any(map(_alive, (await pids(gate, 3))[1:]))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_what_cannot_be_served_ends_at_once_and_says_why_once(tmp_path: Path) -> None:
+    given = {"pools": [pool("policy", "http://127.0.0.1:1")], "workers": 3}
+
+    def told(**settings: Any) -> tuple[int, str]:
+        file = tmp_path / "gateway.yaml"
+        file.write_text(yaml.safe_dump(given | settings))
+        command = [
+            sys.executable,
+            "-m",
+            "gateway",
+            "serve",
+            "--config",
+            str(file),
+            "--ledger",
+            str(tmp_path / "ledger"),
+        ]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        return ended.returncode, ended.stderr
+
+    assert told() == (
+        2,
+        "detgate: workers: 3 cannot share state: memory; set state: redis://…, or workers: 1\n",
+    )
+    status, text = told(state="redis://127.0.0.1:1/0?nonsense=1", run="r", port=0)
+    assert (status, text.count("nonsense is no option")) == (2, 1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status, text = told(state="redis://127.0.0.1:1/0", run="r", port=taken.getsockname()[1])
+        assert (status, text.count("cannot listen")) == (1, 1)
+
+
+async def test_one_reward_at_a_time_over_three_gateways_of_which_one_is_killed(tmp_path: Path) -> None:
+    """What a dead gateway had sent the engine works on for a while: nothing may come beside it."""
+    inside = most = 0
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        try:
+            gone = asyncio.create_task(reply.gone())
+            await asyncio.wait([gone], timeout=0.003)
+            if gone.done():
+                await asyncio.sleep(0.3)
+                return
+            gone.cancel()
+            reply.json({"data": [{"index": 0, "probs": [1.0]}], "model": MODEL})
+        finally:
+            inside -= 1
+
+    async def probes(seen: Seen, reply: Reply) -> None:
+        if seen.target == "/metrics":
+            reply.text(f"vllm:num_requests_running {inside}\n")
+        else:
+            reply.json({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+    async with RedisServer() as server, FakeWorker(script, probes=probes) as worker:
+        text = config(server, pool("rm", worker.url, role="reward"), workers=3)
+        async with ready(tmp_path, text, 3) as (gate, fresh):
+            waiting = asyncio.Semaphore(40)
+
+            async def score(number: int) -> int:
+                async with waiting:
+                    while True:
+                        try:
+                            body = {"model": MODEL, "input": f"text {number}"}
+                            return (await fresh.ask("POST", "/classify", json=body)).status_code
+                        except httpx.TransportError:
+                            continue
+
+            scores = [asyncio.create_task(score(number)) for number in range(300)]
+            async with asyncio.timeout(10):
+                while len(worker.seen) < 60:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            # In mid-request, if it can be had: the one that is in the engine now.
+            os.kill((await pids(gate, 3))[1], signal.SIGKILL)
+            statuses = await asyncio.wait_for(asyncio.gather(*scores), 60)
+            assert (set(statuses), most) == ({200}, 1)
+
+            # Without the process that started them they drain.
+            gate.signal(signal.SIGKILL)
+            await gate.logged("has gone", 3)
+            async with asyncio.timeout(10):
+                while any(map(_alive, await pids(gate, 4))):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
