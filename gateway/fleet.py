@@ -218,9 +218,9 @@ class Pool:
         return replica
 
     def _agree(self) -> None:
-        """A pool whose replicas were all changed, and alike, is as it was meant to be."""
+        """A pool whose replicas are all alike is as it was meant to be, whatever each of them was before."""
         prints = {replica.fingerprint for replica in self.replicas.values()}
-        if len(self.replicas) > 1 and len(prints) == 1 and all(r.replaced for r in self.replicas.values()):
+        if len(self.replicas) > 1 and len(prints) == 1:
             for replica in self.replicas.values():
                 replica.accepted = replica.fingerprint
 

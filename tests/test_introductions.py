@@ -182,15 +182,13 @@ async def test_strict_is_not_ready_while_a_replica_speaks_against_it_and_is_when
 
 
 async def test_balanced_warns_once_and_says_so_in_each_answer() -> None:
-    async with sglang(told={"data_parallel_size": 2, "dp_size": 2, "attention_backend": "torch_native"}) as one:
+    told = {"dp_size": 2, "attention_backend": "torch_native"}
+    async with sglang(told=told) as one:
         with capture_logs() as logs:
             async with gateway(pool("policy", one.url, engine="sglang"), health=QUICK) as gate:
-                replica = gate.gateway.fleet.pools["policy"].replicas["policy-0"]
                 assert await guarantee(gate) == "balanced; dp-unpinned; engine-doubted"
-                await one.stop()
-                await gate.until(lambda: replica.state == "down")
-                await one.start()
-                await gate.until(lambda: replica.state == "up")
+                await replaced(gate, one, told={})
+                await replaced(gate, one, told=told)
                 assert await guarantee(gate) == "balanced; dp-unpinned; engine-doubted"
         warned = [log["finding"] for log in logs if "finding" in log]
         assert sorted(warned) == ["attention-backend", "dp-unpinned", "prefix-cache"]
