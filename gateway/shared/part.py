@@ -52,6 +52,8 @@ class Terms(NamedTuple):
     """The settings that decide, as JSON."""
     lease: float
     """Seconds of silence after which a gateway counts as gone."""
+    grace: float
+    """Seconds in which a gateway speaks up for a run that the store knows nothing of."""
     retention: float
     """Seconds for which a run is kept after its last request."""
 
@@ -168,7 +170,6 @@ class Part:
         """One try. It leaves `connection` set, or `why_not`, or is to be tried again."""
         terms, link = self._terms, self._link
         settled = int(await link.call(scripts.SETTLED, scripts.MEETING, ()))
-        grace = terms.lease * 3 / BEATS
         while True:
             generation = link.generation
             answer = await link.call(
@@ -181,9 +182,9 @@ class Part:
                     *self.memory,
                     self._reported,
                     _ms(terms.lease),
-                    _ms(grace),
+                    _ms(terms.grace),
                     _ms(terms.retention),
-                    int(settled >= grace * 1000),
+                    int(settled >= terms.grace * 1000),
                     *self.peers,
                 ),
             )

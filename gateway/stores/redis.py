@@ -30,7 +30,7 @@ from gateway.shared import deeds, scripts
 from gateway.shared.address import parse
 from gateway.shared.deeds import KINDS, Fate, scope_name, session_name
 from gateway.shared.link import Link
-from gateway.shared.part import Memory, Part, Telling, Terms
+from gateway.shared.part import BEATS, Memory, Part, Telling, Terms
 from gateway.stores import ScopeKey
 from gateway.tasks import start, stop
 
@@ -105,6 +105,7 @@ def build(settings: Settings, failed: Callable[[], None]) -> RedisStore:
         f"{host}-{os.getpid()}-{secrets.token_hex(4)}",
         orjson.dumps(settings.deciding(), option=orjson.OPT_SORT_KEYS),
         settings.timeouts.gateway,
+        settings.timeouts.gateway * 3 / BEATS,
         settings.timeouts.run,
     )
     link = Link(address, settings.timeouts.store, failed)

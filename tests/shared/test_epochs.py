@@ -341,7 +341,7 @@ def test_whatever_a_store_forgets_it_is_told(story: list[tuple[object, ...]]) ->
     async def play() -> None:
         async with RedisServer() as server:
             await server.meet()
-            given = [terms(lease=0.5), terms(lease=0.5)]
+            given = [terms(lease=5.0, grace=0.02), terms(lease=5.0, grace=0.02)]
             async with store(server.url, given[0]) as one, store(server.url, given[1]) as two:
                 told = Story(server, (one, two), "run")
                 for kept in (one, two):

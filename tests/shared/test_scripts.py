@@ -187,7 +187,7 @@ def test_the_scripts_do_what_the_rule_does(table: tuple[asyncio.Runner, Link], s
     runner, link = table
 
     async def play() -> None:
-        part = Part(link, f"run-{next(runs)}", Terms("g", b"{}", 10.0, 3600.0), Nothing())
+        part = Part(link, f"run-{next(runs)}", Terms("g", b"{}", 10.0, 3.0, 3600.0), Nothing())
         life = start(part.live(), "part")
         await part.join()
         both = Both(link, part)

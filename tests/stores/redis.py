@@ -19,9 +19,9 @@ _names = count()
 
 def terms(gateway: str = "", **given: float) -> Terms:
     """Terms on which gateways of a test meet: a gateway of a name that none had."""
-    return Terms(
-        gateway or f"g{next(_names)}", b'{"seed":42}', given.get("lease", 10.0), given.get("retention", 3600.0)
-    )
+    lease = given.get("lease", 10.0)
+    gateway = gateway or f"g{next(_names)}"
+    return Terms(gateway, b'{"seed":42}', lease, given.get("grace", lease * 0.3), given.get("retention", 3600.0))
 
 
 @asynccontextmanager
@@ -34,7 +34,7 @@ async def store(
     try:
         yield made
     finally:
-        await made.close()
+        await made.stop()
         await stop(running)
 
 
