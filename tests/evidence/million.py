@@ -1,0 +1,60 @@
+"""Two large ledgers made and compared: how long it takes, and how much memory.
+
+python -m tests.evidence.million --requests 1000000
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import tempfile
+import time
+from hashlib import md5
+from pathlib import Path
+
+import orjson
+
+from gateway.evidence.diff import compare
+from gateway.evidence.ledgers import find
+from tests.evidence.ledger import request
+
+TURNS = 4
+BATCH = 1000
+
+
+def ledger(folder: Path, requests: int, differs: int) -> None:
+    """A run in which sessions of a few turns take turns; every so many requests one has another answer."""
+    folder.mkdir()
+    sessions = max(1, requests // TURNS)
+    with (folder / "1-1.jsonl").open("wb") as file:
+        for start in range(0, requests, BATCH):
+            batch = []
+            for number in range(start, min(requests, start + BATCH)):
+                turn, session = divmod(number, sessions)
+                name = f"task-{session // 4}:{session % 4}"
+                digest = md5(f"{name} {turn}".encode()).hexdigest()
+                answer = "another" if differs and number % differs == differs - 1 else digest[::-1]
+                batch += request(name, turn, prompt=digest, answer=answer, group=f"task-{session // 4}")
+            file.write(b"".join(orjson.dumps(record) + b"\n" for record in batch))
+
+
+def main() -> None:
+    """Say what it took."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=1_000_000, help="of each run")
+    requests = parser.parse_args().requests
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        ledger(folder / "a", requests, 0)
+        ledger(folder / "b", requests, 5000)
+        size = sum(file.stat().st_size for file in folder.rglob("*.jsonl"))
+        wall, cpu = time.perf_counter(), time.process_time()
+        found = compare(find("a", folder), find("b", folder))
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(f"2 × {requests:,} requests, {size / 1e6:,.0f} MB: {wall:.1f} s, {cpu:.1f} s of CPU, at most {most} MB")
+    print(f"{found.compared:,} compared, {found.different:,} differ")
+
+
+if __name__ == "__main__":
+    main()
