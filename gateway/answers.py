@@ -104,13 +104,9 @@ async def relay(dispatcher: Dispatcher, asking: Asking) -> None:
 
 
 def _began(asking: Asking, sending: Sending) -> None:
-    asking.answer.status = sending.exchange.status
-    asking.answer.first_byte_at = asyncio.get_running_loop().time()
-
-
-async def _complete(asking: Asking) -> None:
-    asking.answer.complete_at = asyncio.get_running_loop().time()
-    await asking.complete()
+    exchange = sending.exchange
+    asking.answer.status = exchange.status
+    asking.answer.first_byte_at = exchange.begun_at or exchange.heard
 
 
 async def _whole(asking: Asking, sending: Sending) -> None:
@@ -119,7 +115,8 @@ async def _whole(asking: Asking, sending: Sending) -> None:
     sending.end()
     if status < 400:
         answer.observed = sse.observe(body, handling.api, handling.kind)
-    await _complete(asking)
+    answer.complete_at = exchange.heard
+    await asking.complete()
     headers = exchange.headers
     if status >= 400:
         shaped = shapes.normalised(status, body, handling.api)
@@ -156,7 +153,8 @@ async def _stream(asking: Asking, sending: Sending) -> None:
         if exchange.complete:
             sending.end()
         observed = answer.observed = observer.result()
-        await _complete(asking)
+        answer.complete_at = exchange.heard
+        await asking.complete()
         if held:
             client.write(held)
         if not exchange.complete:
@@ -272,14 +270,14 @@ class _Merger:
         if self._stream is None:
             body = merge.merge(asking.handling.merge or "", asking.document, asking.calls, self._bodies)
             answer.observed = sse.observe(body, asking.api, asking.handling.kind)
-            await _complete(asking)
+            await self._complete()
             first = self.sendings[0]
             client.reply(first.exchange.status, asking.head(first, first.exchange.headers), body)
         else:
             last = self._stream.finish()
             self._observer.feed(last)
             observed = answer.observed = self._observer.result()
-            await _complete(asking)
+            await self._complete()
             if not observed.ended and observed.error is None:
                 _break(asking, "A replica ended its stream before the answer was whole.")
                 return
@@ -287,6 +285,10 @@ class _Merger:
             client.end()
         unwanted = any(sending.unwanted for sending in self.sendings)
         answer.delivered = await client.flushed() and answered(answer.status, answer.observed, unwanted=unwanted)
+
+    async def _complete(self) -> None:
+        self.asking.answer.complete_at = asyncio.get_running_loop().time()
+        await self.asking.complete()
 
     async def fail(self, error: BaseException) -> None:
         """One call failed: so does the request."""

@@ -121,7 +121,8 @@ class Replica:
         """A request for the engine was sent here."""
         self.sent += 1
         self.inside += 1
-        self.most_inside = max(self.most_inside, self.inside)
+        if self.inside > self.most_inside:
+            self.most_inside = self.inside
 
     def leave(self, *, complete: bool) -> None:
         """It ended here, or was given up."""
@@ -295,7 +296,11 @@ class Pool:
 
     def loads(self, without: Iterable[str] = ()) -> dict[str, int]:
         """The loads of the usable replicas, but for those in `without`."""
-        return {name: r.load for name, r in self.replicas.items() if r.usable and name not in without}
+        return {
+            name: replica.load
+            for name, replica in self.replicas.items()
+            if replica.vitals.serves and not replica.draining and name not in without
+        }
 
     def choose(self, key: str, loads: Mapping[str, int]) -> Replica:
         """The one of these replicas that the rule gives for `key`."""

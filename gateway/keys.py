@@ -29,6 +29,8 @@ class Keys:
 
     def __init__(self, auth: Auth) -> None:
         self._digests = {digest(key.get_secret_value().encode()) for key in auth.api_keys}
+        self.open = not self._digests
+        """None is needed."""
 
     def holds(self, key: bytes) -> bool:
         """Whether a key is one of them."""

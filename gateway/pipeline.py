@@ -7,7 +7,7 @@ ASGI nor sockets. A client that leaves cancels the task that runs here.
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from typing import Any
 
 import structlog
 
@@ -15,9 +15,8 @@ from gateway import orders, schemes
 from gateway.answers import Asking, Client, break_stream, relay
 from gateway.bodies import Heard
 from gateway.core import canonical, fields, identity, plan, shapes
-from gateway.core.document import Document
 from gateway.core.errors import Busy, Fault
-from gateway.core.indexing import Ask, Kind
+from gateway.core.indexing import Ask
 from gateway.core.types import Call, Headers, Request
 from gateway.episodes import Episodes
 from gateway.fleet import Fleet
@@ -62,6 +61,7 @@ class Pipeline:
         self._record = Record(settings, sessions, store, telemetry)
         self._statement = Statement(settings, telemetry)
         self._telemetry = telemetry
+        self._located = {route: identity.Location(route) for route in API_OF}
         self.draining = False
         self.drained = asyncio.Event()
         self._serving = 0
@@ -96,7 +96,7 @@ class Pipeline:
         if self._bodies:
             client = work.heard = Heard(client, self._bodies)
         try:
-            location = identity.locate(request.path)
+            location = self._located.get(request.path) or identity.locate(request.path)
             work.api = API_OF.get(location.route, "openai")
             if self.draining:
                 raise Busy("The gateway is shutting down. Ask another, or ask again later.", code="shutting_down")
@@ -157,7 +157,7 @@ class Pipeline:
         bound = number is not None or caller.key is not None
         work.scope = ScopeKey(asked.run, caller.session, orders.ORDERS[order].effective(caller.identity, content))
         ask = Ask(
-            cast(Kind, order),
+            order,
             canonical.raw(asked.route, document.raw),
             content() if bound else None,
             number,
@@ -166,7 +166,7 @@ class Pipeline:
             self._strict,
         )
         work.ask = ask
-        if canonical.varies(document):
+        if asked.digest is None and canonical.varies(document):
             content()
         work.claim = await self.store.claim(work.scope, ask, self.settings.timeouts.settle)
 
@@ -192,7 +192,7 @@ class Pipeline:
 
     # --- route, admit and forward: gateway.sending tries replicas, gateway.answers brings the answer back.
     def _job(self, work: Work, asked: Asked, decided: plan.Plan) -> Job:
-        request, pool, caller = asked.request, asked.pool, asked.caller
+        request, pool, caller, body = asked.request, asked.pool, asked.caller, asked.document.value
         target = f"{asked.route}?{request.query}" if request.query else asked.route
         request_id = decided.request_id
         key = request_id or canonical.raw(asked.route, asked.document.raw).hex()
@@ -211,8 +211,8 @@ class Pipeline:
             session=f"{asked.run}/{caller.session}",
             group=f"{asked.run}/{caller.group or caller.session}",
             place=(decided.index, decided.identity),
-            priority=_priority(asked),
-            client_id=_client_id(asked.document),
+            priority=_priority(asked) if "priority" in body else 0,
+            client_id=_client_id(body),
             flags=self._statement.reasons(work, asked),
             follows=by_session and not pool.stable,
         )
@@ -254,7 +254,7 @@ def _priority(asked: Asked) -> int:
     return -given if asked.pool.engine.HIGHER_FIRST else given
 
 
-def _client_id(document: Document) -> str | None:
+def _client_id(body: dict[str, Any]) -> str | None:
     """The id that the client gave in the body, by which it may abort."""
-    given = document.value.get("rid") or document.value.get("request_id")
+    given = body.get("rid") or body.get("request_id")
     return given if isinstance(given, str) else None

@@ -23,6 +23,7 @@ class Reader:
         self._fleet = fleet
         self._off = settings.profile == "off"
         self._strict = settings.profile == "strict"
+        self._choosy = self._strict or settings.sessions.required or settings.scheme == "offset"
 
     def read(self, request: Request, route: str, names: identity.Named, session: Session | None) -> Asked:
         """The request, found good. Raises `CallerFault`, or `Busy` where it is the fleet's fault."""
@@ -32,14 +33,15 @@ class Reader:
         named = request.fields.get(b"x-detgate-pool")
         model = document.value.get("model")
         pool, handling = self._fleet.find(
-            route, model if isinstance(model, str) else None, None if named is None else named.decode("latin-1")
+            route, model if type(model) is str else None, None if named is None else named.decode("latin-1")
         )
         if request.method not in handling.methods:
             raise WrongMethod(f"{route} takes {' or '.join(handling.methods)}, not {request.method}.")
         wish = plan.Wish()
-        if handling.kind in ("sample", "score") and not self._off:
-            self._admissible(caller, pool, handling, route)
-            self._has_member(caller, handling)
+        if handling.computes and not self._off:
+            if self._choosy:
+                self._admissible(caller, pool, handling, route)
+                self._has_member(caller, handling)
             wish = self._wish(pool, handling, document)
             pool.engine.check(route, document, pool.facts, wish.samples)
         return Asked(request, caller, route, pool, handling, document, wish, caller.run or self._run, session)

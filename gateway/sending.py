@@ -115,12 +115,6 @@ class Sending:
         """The replica has the request and has not ended its answer."""
         return self.sent is not None and not self.sent.complete
 
-    def went(self, exchange: Exchange) -> None:
-        """The call was sent."""
-        self.sent = exchange
-        if self.computes:
-            self.replica.enter()
-
     async def pipe(self, sink: Callable[[bytes], bool]) -> None:
         """As `Exchange.pipe`; how it goes speaks for or against the replica."""
         try:
@@ -178,9 +172,10 @@ class Dispatcher:
     def forget(self, sending: Sending) -> None:
         """A sending occupies its replica no more."""
         sending.replica.load -= 1
-        if sending.sent is not None and sending.computes:
-            sending.replica.leave(complete=sending.sent.complete)
-            if sending.replica.preempted_at > sending.sent.sent_at and "preempted" not in sending.job.flags:
+        sent = sending.sent
+        if sent is not None and sending.computes:
+            sending.replica.leave(complete=sent.complete)
+            if sending.replica.preempted_at > sent.sent_at and "preempted" not in sending.job.flags:
                 sending.job.flags.append("preempted")
         self.live.pop(sending.engine_id, None)
 
@@ -325,7 +320,8 @@ class Dispatcher:
                     sending.end()
                     continue
                 attempts += 1
-                job.attempts = max(job.attempts, attempts)
+                if attempts > job.attempts:
+                    job.attempts = attempts
                 exchange = await self._attempt(job, call, sending, fresh=fresh)
                 if exchange.status == 503 and attempts < self._attempts and job.pool.has_other({*avoid, replica.name}):
                     self._count(sending, "unavailable")
@@ -492,7 +488,9 @@ class Dispatcher:
         )  # fmt: skip
         job.replicas.append(replica.name)
         exchange = await replica.connections.send(head, body, fresh=fresh)
-        sending.went(exchange)
+        sending.sent = exchange
+        if sending.computes:
+            replica.enter()
         if sending.unwanted:
             sending.give_up()
         job.sent_at = exchange.sent_at

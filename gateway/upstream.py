@@ -86,11 +86,12 @@ class Exchange:
     """One request sent and its answer. Ends exactly once: complete, broken or aborted."""
 
     __slots__ = (
-        "_chunks", "_connection", "_error", "_sink", "_waiter", "begun_at", "complete", "headers", "heard", "paused",
-        "reused", "sent_at", "status", "streams",
+        "_chunks", "_connection", "_error", "_loop", "_sink", "_waiter", "begun_at", "complete", "headers", "heard",
+        "paused", "reused", "sent_at", "status", "streams",
     )  # fmt: skip
 
-    def __init__(self, connection: Connection, reused: bool, now: float) -> None:
+    def __init__(self, connection: Connection, reused: bool, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._connection: Connection | None = connection
         self._chunks: list[bytes] = []
         self._sink: Callable[[bytes], bool] | None = None
@@ -102,7 +103,7 @@ class Exchange:
         """The answer is a stream of server-sent events."""
         self.complete = False
         self.reused = reused
-        self.sent_at = self.heard = now
+        self.sent_at = self.heard = loop.time()
         """`heard`: when the last bytes came, or the request was sent, or listening to the replica went on."""
         self.paused = False
         """Nothing can come: the client is slower."""
@@ -174,13 +175,13 @@ class Exchange:
         """Go on reading. Harmless where it was not paused."""
         if self.paused and self._connection is not None and not self.complete:
             self.paused = False
-            self.heard = asyncio.get_running_loop().time()
+            self.heard = self._loop.time()
             self._connection.transport.resume_reading()
 
     async def _wait(self) -> None:
         if self._error is not None:
             raise self._error
-        waiter = self._waiter = asyncio.get_running_loop().create_future()
+        waiter = self._waiter = self._loop.create_future()
         try:
             await waiter
         finally:
@@ -251,12 +252,10 @@ class Connection(asyncio.Protocol):
         exchange = self.exchange
         if exchange is None:
             return
+        data = b""
         if self._body:
-            body = self._body
+            body, self._body = self._body, []
             data = body[0] if len(body) == 1 else b"".join(body)
-            self._body = []
-        else:
-            data = b""
         if self._ended:
             self._ended = False
             self.exchange = None
@@ -268,7 +267,7 @@ class Connection(asyncio.Protocol):
                 self.close()
         if data:
             exchange._body(data)
-        if exchange._sink is None or exchange.complete:
+        if exchange._waiter is not None and (exchange._sink is None or exchange.complete):
             exchange._wake()
 
     def _break(self, reason: str, *, stale: bool = False) -> None:
@@ -361,13 +360,14 @@ class Connections:
 
     async def send(self, head: bytes, body: bytes, *, fresh: bool = False) -> Exchange:
         """Send one request (`head` ends with the empty line) and give its exchange. Raises `Broken("connect")`."""
-        now = asyncio.get_running_loop().time()
-        connection = None if fresh or not self._idle else self._take(now)
-        reused = connection is not None
-        if connection is None:
+        loop = asyncio.get_running_loop()
+        connection = None if fresh or not self._idle else self._take(loop.time())
+        if connection is not None:
+            exchange = Exchange(connection, True, loop)
+        else:
             connection = await self._connect()
-            now = asyncio.get_running_loop().time()
-        exchange = connection.exchange = Exchange(connection, reused, now)
+            exchange = Exchange(connection, False, loop)
+        connection.exchange = exchange
         if len(body) < HEAD_BYTES:
             connection.transport.write(head + body)
         else:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from urllib.parse import unquote_to_bytes
 
 from gateway.core.errors import CallerFault, Conflict
 from gateway.core.ids import random_like
+from gateway.core.indexing import Kind
 
 ANONYMOUS = "anonymous"
 """The session of requests that name none."""
@@ -66,7 +67,7 @@ class Caller(NamedTuple):
     identity: str
     named: bool
     """False: the request names no session."""
-    order: str
+    order: Kind
     number: int | None = None
     key: str | None = None
     repeat: int = 0
@@ -97,17 +98,28 @@ def named(location: Location, headers: dict[bytes, bytes]) -> Named:
     run = None if location.run is None else run_name(unquote_to_bytes(location.run))
     if (value := headers.get(b"x-detgate-run")) is not None:
         run = run_name(value)
+    elif run is None and location.session is None and b"x-session-id" not in headers:
+        return _NAMELESS
     session = None if location.session is None else text(unquote_to_bytes(location.session), "session id")
     if session is None and (value := headers.get(b"x-session-id")) is not None:
         session = text(value, "X-Session-ID")
     return Named(run, session)
 
 
-def identify(names: Named, headers: dict[bytes, bytes], default_order: str, known: Known | None = None) -> Caller:
+_NAMELESS = Named()
+_TELLING = (b"x-detgate-identity", b"x-request-index", b"x-member-index", b"idempotency-key", b"x-index-order")
+
+
+def identify(names: Named, headers: dict[bytes, bytes], default_order: Kind, known: Known | None = None) -> Caller:
     """Read who asks. `known`: the session, if it was created. Raises `CallerFault` for what cannot be read.
 
     What a session was created with stands: a header that says otherwise is a `Conflict`.
     """
+    if known is None and _says_no_more(headers):
+        run, session = names
+        if session is None:
+            return Caller(run, ANONYMOUS, ANONYMOUS, False, "content")
+        return Caller(run, session, session, True, default_order, None, None, 0, None, random_like(session))
     get = headers.get
     run, session = (known.run, known.session) if known is not None else names
     identity = None
@@ -143,8 +155,16 @@ def identify(names: Named, headers: dict[bytes, bytes], default_order: str, know
     return caller if known is None else _as_created(caller, known, identity)
 
 
-def _default(known: Known | None) -> str | None:
-    return None if known is None else known.order
+def _says_no_more(headers: dict[bytes, bytes]) -> bool:
+    """Whether headers tell nothing of the caller but run and session, as most do."""
+    for name in _TELLING:
+        if name in headers:
+            return False
+    return headers.get(b"x-stainless-retry-count", b"0") == b"0"
+
+
+def _default(known: Known | None) -> Kind | None:
+    return None if known is None else cast(Kind | None, known.order)
 
 
 def _as_created(caller: Caller, known: Known, identity: str | None) -> Caller:
@@ -169,15 +189,17 @@ def _as_created(caller: Caller, known: Known, identity: str | None) -> Caller:
     )
 
 
-def _order(header: bytes | None, number: int | None, named: bool, default: str) -> str:
+def _order(header: bytes | None, number: int | None, named: bool, default: Kind) -> Kind:
     if number is not None:
         return "client"
-    if header is not None:
-        order = header.decode("latin-1").strip().lower()
-        if order not in ("arrival", "content"):
-            raise _refuse("X-Index-Order", "arrival or content")
-        return order if named else "content"
-    return default if named else "content"
+    if header is None:
+        return default if named else "content"
+    order = header.decode("latin-1").strip().lower()
+    if order == "content":
+        return "content"
+    if order != "arrival":
+        raise _refuse("X-Index-Order", "arrival or content")
+    return "arrival" if named else "content"
 
 
 def text(value: bytes, name: str, limit: int = SESSION_BYTES) -> str:

@@ -45,8 +45,7 @@ def ranked(key: str, loads: Mapping[str, int], slack: float) -> list[str]:
     if len(names) == 1:
         return names
     keyed = framed(key.encode())
-    scored = [(_score(keyed, name), name) for name in names]
-    scored.sort(reverse=True)
+    scored = sorted([(_score(keyed, name), name) for name in names], reverse=True)
     return [name for _, name in scored]
 
 

@@ -32,13 +32,10 @@ class Vitals:
     """The breaker is open: requests are kept away although the probes pass."""
     trial: bool = False
     """One request may go to find out whether an open breaker can close."""
+    serves: bool = False
+    """A request may be sent."""
     _against: int = 0
     _broken: int = 0
-
-    @property
-    def serves(self) -> bool:
-        """Whether a request may be sent."""
-        return self.state == "up" and (not self.tripped or self.trial)
 
     def probed(self, outcome: Outcome) -> State:
         """Take in one probe and say the state after it."""
@@ -55,18 +52,23 @@ class Vitals:
             needed = self.successes if passed else 1 if outcome == "refused" else self.failures
             if self._against >= needed:
                 self.state, self._against = ("up" if passed else "down"), 0
+        self._judge()
         return self.state
 
     def chosen(self) -> None:
         """A request is on its way: the trial of an open breaker is used."""
-        self.trial = False
+        if self.trial:
+            self.trial = False
+            self._judge()
 
     def served(self) -> bool:
         """A request was answered, whatever the answer blames on its sender. True if that closes the breaker."""
-        closed = self.tripped
         self._broken = 0
+        if not self.tripped:
+            return False
         self.tripped = self.trial = False
-        return closed
+        self._judge()
+        return True
 
     def broke(self) -> bool:
         """A request broke on the replica. True if that opens the breaker."""
@@ -74,4 +76,8 @@ class Vitals:
         if self.tripped or self._broken < self.breaks:
             return False
         self.tripped = True
+        self._judge()
         return True
+
+    def _judge(self) -> None:
+        self.serves = self.state == "up" and (not self.tripped or self.trial)
