@@ -14,6 +14,7 @@ from gateway.core.errors import Conflict, NotFound
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.keys import AdminKey, given
 from gateway.runs import Runs
+from gateway.sessions import Sessions
 from gateway.settings import Replica as ReplicaSettings
 from gateway.settings import Settings
 from gateway.siblings import Siblings
@@ -21,7 +22,7 @@ from gateway.siblings import Siblings
 log = structlog.get_logger("detgate.admin")
 
 
-def build(settings: Settings, runs: Runs, fleet: Fleet, siblings: Siblings) -> APIRouter:
+def build(settings: Settings, runs: Runs, sessions: Sessions, fleet: Fleet, siblings: Siblings) -> APIRouter:
     """The routes under /admin. Without an admin key they are open on a loopback bind, and closed on any other."""
     router = APIRouter(prefix="/admin", dependencies=[Depends(guard(settings))])
 
@@ -70,8 +71,9 @@ def build(settings: Settings, runs: Runs, fleet: Fleet, siblings: Siblings) -> A
     async def requests(
         run: str, after: str | None = None, limit: Annotated[int | None, Query(ge=1)] = None
     ) -> Response:
-        folder, live = runs.reading(identity.run_name(run.encode(), "run"))
-        return await exports.page(folder, live, after, limit)
+        name = identity.run_name(run.encode(), "run")
+        folder, live = runs.reading(name)
+        return await exports.page(folder, live, after, limit, await sessions.gateways(name))
 
     return router
 

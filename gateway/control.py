@@ -41,7 +41,7 @@ def build(
     app = FastAPI(title="detgate", version=__version__, docs_url=None, redoc_url=None)
     _errors(app)
     app.add_middleware(Verbatim)
-    app.include_router(admin.build(settings, runs, fleet, siblings))
+    app.include_router(admin.build(settings, runs, sessions, fleet, siblings))
     app.include_router(sessions_api.build(settings, runs, sessions, store))
     app.include_router(rl_api.build(settings, runs, sessions, store))
 

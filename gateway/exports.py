@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import orjson
@@ -18,9 +18,12 @@ from gateway.ledger.writer import Mark
 MEDIA = "application/x-ndjson"
 
 
-async def page(folder: Path, live: bool, after: str | None, limit: int | None) -> Response:
+async def page(
+    folder: Path, live: bool, after: str | None, limit: int | None, gateways: Collection[str] = ()
+) -> Response:
     """The next requests of a run: in canonical order, or, while it is `live`, in that of submission up to the frontier.
 
+    `gateways`: those that served it, where there were several; `X-Detgate-Missing` names those whose part is elsewhere.
     `X-Detgate-Next` is what `after` must be to go on from there, as long as the order is the same. Raises `CallerFault`
     for any other `after`.
     """
@@ -37,7 +40,7 @@ async def page(folder: Path, live: bool, after: str | None, limit: int | None) -
                 param="after",
             ) from None
     keys = keys[:limit]
-    headers = {"x-detgate-order": "submission" if live else "canonical"}
+    headers = {"x-detgate-order": "submission" if live else "canonical", **_missing(found, gateways)}
     last = _cursor(keys[-1], live) if keys else after
     if last is not None:
         headers["x-detgate-next"] = last
@@ -49,9 +52,15 @@ async def of_session(folder: Path, session: str, since: Mark | None) -> Requests
     return await asyncio.to_thread(Requests, folder, session, since)
 
 
-def whole(found: Requests) -> Response:
-    """All that was found, in canonical order."""
-    return StreamingResponse(found.lines(found.canonical()), media_type=MEDIA, headers={"x-detgate-order": "canonical"})
+def whole(found: Requests, gateways: Collection[str] = ()) -> Response:
+    """All that was found, in canonical order. `gateways`: as for `page`."""
+    headers = {"x-detgate-order": "canonical", **_missing(found, gateways)}
+    return StreamingResponse(found.lines(found.canonical()), media_type=MEDIA, headers=headers)
+
+
+def _missing(found: Requests, gateways: Collection[str]) -> dict[str, str]:
+    missing = sorted(set(gateways) - found.gateways)
+    return {"x-detgate-missing": ", ".join(missing)} if missing else {}
 
 
 def _cursor(key: Key, live: bool) -> str:

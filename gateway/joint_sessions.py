@@ -8,7 +8,7 @@ asked has the records.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -40,9 +40,11 @@ from gateway.sessions import (
     too_many,
 )
 from gateway.settings import Settings
+from gateway.shared import scripts
 from gateway.shared.deeds import session_name
 from gateway.shared.events import Events, Kept, Words
 from gateway.shared.link import Link
+from gateway.shared.scripts import GATEWAYS
 from gateway.stores import Store
 
 log = structlog.get_logger("detgate.sessions")
@@ -102,6 +104,10 @@ class JointSessions(Sessions):
         run, name = session.place
         trouble, delivered, rewards = await self._events[run].call("look", name)
         session.stands(orjson.loads(trouble), delivered, _total(rewards))
+
+    async def gateways(self, run: str) -> Collection[str]:
+        told: list[bytes] = await self._link.call(GATEWAYS, scripts.keys(run, "")[:1], ())
+        return {gateway.decode() for gateway in told}
 
     # --- life
     async def create(self, run: str, wanted: Wanted, key: str | None = None) -> tuple[list[Session], list[str]]:
@@ -289,7 +295,7 @@ class _Witness:
 def _about(session: Session) -> dict[str, Any]:
     """What a session was created with, but for its ordinal, what is named by that, and its key."""
     record = created_record(session)
-    for name in ("event", "run", "session", "ordinal", "group", "key_digest"):
+    for name in ("event", "time", "run", "session", "ordinal", "group", "key_digest"):
         del record[name]
     return record
 

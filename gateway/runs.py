@@ -83,6 +83,8 @@ class Run:
         store.serve(name, self.folder, self.ledger)
         sessions.serve(name, self.ledger)
         self.ledger.opened(*lost)
+        if store.gateway is not None:
+            self.ledger.opened({"event": "gateway", "time": time.time(), "run": name, "gateway": store.gateway})
         if not store.shared:
             forget(self.folder, but=self.ledger)
 
@@ -178,7 +180,7 @@ class Runs:
             raise NotFound(f"There is no run {name} here.", code="run_not_found", param="run")
         if known.get("state") == OPEN:
             os.close(_locked(folder))
-        return folder, False
+        return folder, known.get("state") == SHARED
 
     def close(self) -> None:
         """End all of them cleanly."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -493,6 +494,10 @@ class Sessions:
     async def refresh(self, session: Session) -> None:
         """Know how a session stands at all gateways. Raises `StoreFault`."""
 
+    async def gateways(self, run: str) -> Collection[str]:
+        """The gateways that have served a run, where there may be several. Raises `StoreFault`."""
+        return ()
+
     # --- time
     async def run(self) -> None:
         """End what is idle for too long, as long as this runs."""
@@ -589,6 +594,7 @@ def created_record(session: Session) -> dict[str, Any]:
     assert session.key is not None
     return {
         "event": "session",
+        "time": time.time(),
         "run": known.run,
         "session": known.session,
         "identity": known.identity,
@@ -611,6 +617,7 @@ def ended_record(session: Session, why: str | None) -> dict[str, Any]:
     reward = session.reward
     return {
         "event": "session_ended",
+        "time": time.time(),
         "run": run,
         "session": name,
         "state": "ended" if why is None else "failed",
@@ -624,6 +631,7 @@ def rewarded_record(session: Session, interaction: Interaction, reward: float) -
     run, name = session.place
     return {
         "event": "reward",
+        "time": time.time(),
         "run": run,
         "session": name,
         "identity": interaction.identity,

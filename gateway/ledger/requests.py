@@ -3,16 +3,19 @@
 A request has an *opened* record for each time that its index was claimed, and a *closed* one for each claim that is
 over. They become one object: the last claim, and how it ended; of several ends the delivered one; and the last reward
 that it was given, with that of its session. While the ledger is read only where each record stands is kept, some 600
-bytes a request.
+bytes a request. Where several processes wrote it, their records are read in the order of their times.
 """
 
 from __future__ import annotations
 
+import heapq
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,10 +74,16 @@ class Requests:
         self._rewards: dict[str, float | None] = {}
         """Session → the sum of its rewards."""
         self._names: dict[str, str] = {}
+        self.gateways: set[str] = set()
+        """Those that wrote what was found."""
         wanted = None if session is None else b'"session":' + orjson.dumps(session) + b","
+        writers: dict[str, list[Iterator[tuple[dict[str, Any], Span]]]] = {}
         for number, file in enumerate(self._files):
             offset = since.offset if since is not None and file.name == since.segment else 0
-            self._read(file, number, offset, wanted)
+            segment = _records(file, number, offset, wanted)
+            writers.setdefault(file.stem.rpartition("-")[2], []).append(segment)
+        for _, record, span in heapq.merge(*(_timed(chain(*own)) for own in writers.values()), key=itemgetter(0)):
+            self._note(record, span)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -135,19 +144,7 @@ class Requests:
     def _by_submission(self, key: Key) -> Rank:
         return (*self._submitted(key.session), *self._canonical(key))
 
-    def _read(self, file: Path, number: int, offset: int, wanted: bytes | None) -> None:
-        with file.open("rb") as segment:
-            segment.seek(offset)
-            for line in segment:
-                if line.endswith(b"\n") and (wanted is None or wanted in line):
-                    self._note(line, Span(number, offset, len(line)))
-                offset += len(line)
-
-    def _note(self, line: bytes, span: Span) -> None:
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            return
+    def _note(self, record: dict[str, Any], span: Span) -> None:
         match record:
             case {"event": "session", "session": str(session), "submission": order}:
                 self._order[session] = order
@@ -157,6 +154,8 @@ class Requests:
                 self._opened(self._key(session, identity, index), record, span)
             case {"event": "closed", "session": str(session), "identity": str(identity), "index": int(index)}:
                 self._closed(self._key(session, identity, index), record, span)
+            case {"event": "gateway", "gateway": str(gateway)}:
+                self.gateways.add(gateway)
             case {"event": "reward", "session": str(session), "identity": str(identity), "index": int(index)}:
                 self._rewarded(self._key(session, identity, index), record)
             case {"event": "session_ended", "session": str(session), "session_reward": reward}:
@@ -203,8 +202,33 @@ class Requests:
         return merged
 
 
+_GATEWAY = b'{"event":"gateway"'
+"""What the record of who writes begins with."""
+
 _UNKNOWN: dict[str, Any] = {"outcome": None}
 """The end of a request that is not over."""
+
+
+def _records(file: Path, number: int, offset: int, wanted: bytes | None) -> Iterator[tuple[dict[str, Any], Span]]:
+    """The records of a segment, from an offset on, and where each stands. `wanted`: what a line must hold."""
+    with file.open("rb") as segment:
+        segment.seek(offset)
+        for line in segment:
+            if line.endswith(b"\n") and (wanted is None or wanted in line or line.startswith(_GATEWAY)):
+                with suppress(orjson.JSONDecodeError):
+                    record = orjson.loads(line)
+                    if isinstance(record, dict):
+                        yield record, Span(number, offset, len(line))
+            offset += len(line)
+
+
+def _timed(records: Iterable[tuple[dict[str, Any], Span]]) -> Iterator[tuple[float, dict[str, Any], Span]]:
+    """The records of one process, each with its time: never before that of the one before it."""
+    now = 0.0
+    for record, span in records:
+        told = record.get("time")
+        now = max(now, told) if isinstance(told, float | int) else now
+        yield now, record, span
 
 
 def _sorted(keys: Iterable[Key], rank: Callable[[Key], Rank]) -> list[Key]:

@@ -26,6 +26,7 @@ REPORT = _of_run("report")
 BEAT = _of_run("beat")
 LEAVE = _of_run("leave")
 SETTLED = Script(read("settled"))
+GATEWAYS = Script(read("gateways"))
 
 
 def keys(run: str, gateway: str) -> tuple[bytes, bytes, bytes]:

@@ -163,6 +163,26 @@ def test_after_goes_on_although_the_frontier_has_gone_back(tmp_path: Path) -> No
     assert list(found.after(found.submitted(), last, live=True)) == []
 
 
+def test_what_several_processes_wrote_is_read_in_the_order_of_its_times(tmp_path: Path) -> None:
+    """The one whose name sorts first closes what the other opened; and the other's clock is put back."""
+    segments = {
+        "1-8": [created("b") | {"time": 15.0}, closed("a", 0, "failed", time=41.0), closed("b", 0, time=50.0)],
+        "2-7": [opened("a", 0, time=10.0), opened("b", 0, time=20.0)],
+        "3-7": [opened("late", 0, time=12.0), closed("late", 0, time=13.0)],
+    }
+    for name, records in segments.items():
+        (tmp_path / f"{name}.jsonl").write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in records))
+    found = Requests(tmp_path)
+    assert found.open == 0
+    assert [key.session for key in found.submitted()] == ["a", "b", "late"]
+
+
+def test_who_wrote_is_known(tmp_path: Path) -> None:
+    records = [{"event": "gateway", "gateway": "one"}, opened("s", 0), {"event": "gateway", "gateway": "two"}]
+    assert Requests(write(tmp_path, records)).gateways == {"one", "two"}
+    assert Requests(tmp_path, "s").gateways == {"one", "two"}
+
+
 def test_a_large_run_is_handed_over_in_pieces(tmp_path: Path) -> None:
     found = Requests(write(tmp_path, [opened("s", index, pad="x" * 1000) for index in range(300)]))
     pieces = list(found.lines(found.canonical()))
