@@ -14,6 +14,7 @@ from gateway.core.errors import Busy, CallerFault, ModelNotFound, NotFound
 from gateway.core.types import Facts, Handling
 from gateway.core.vitals import Outcome, State, Vitals
 from gateway.findings import Finding, Told
+from gateway.gates import Gate
 from gateway.lanes import Lanes
 from gateway.settings import Pool as PoolSettings
 from gateway.settings import Replica as ReplicaSettings
@@ -58,8 +59,8 @@ class Replica:
         """It has answered all that it was asked about itself."""
         self.accepted = ""
         """The fingerprint that it had first, or that an operator accepted since."""
-        self.verified = False
-        """Canaries have passed on this fingerprint."""
+        self.verified: bool | None = None
+        """Whether canaries passed on this engine; None where that was not tried."""
         self.reasons: tuple[str, ...] = ()
         """What its answers say in X-Detgate-Guarantee."""
         self.preempted_at = -math.inf
@@ -168,6 +169,7 @@ class Pool:
         self.lanes = Lanes(
             settings.name, lane.scope, lane.limit, everything.limits.queue, episodes=lane.members == "episode"
         )
+        self.gate = Gate(settings.name, everything.limits.queue)
         self._firsts: OrderedDict[str, str] = OrderedDict()
 
     @property

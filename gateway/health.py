@@ -105,7 +105,7 @@ class Health:
             await self._look_for_strangers(http, pool, replica)
         elif outcome == "ok" and pool.engine.PREEMPTIONS is not None:
             await self._look_for_preemptions(http, pool, replica, *pool.engine.PREEMPTIONS)
-        replica.verified = self._passes.has(pool.settings, replica.name, replica.fingerprint)
+        replica.verified = self._passes.verdict(pool.settings, replica.name, replica.fingerprint)
         if replica.told != before:
             pool.judge()
             self._warn(pool)

@@ -1,7 +1,6 @@
-"""On which engines canaries have passed: `verified.jsonl` beside the runs, a line a verdict, of which the last counts.
+"""Where canaries passed and where they failed: `verified.jsonl` beside the runs, a line a verdict; the last counts.
 
-A verdict belongs to a replica, its fingerprint, and to whether requests were kept apart in it: what passed one at a
-time may fail in company, not the other way round.
+A verdict belongs to a replica, its fingerprint, and to whether requests were kept apart in it.
 """
 
 from __future__ import annotations
@@ -24,14 +23,12 @@ class Passes:
         self._read: tuple[int, int] = (-1, -1)
         self._verdicts: dict[Key, bool] = {}
 
-    def has(self, pool: Pool, replica: str, fingerprint: str) -> bool:
-        """Whether canaries have passed on this engine, for the lane that the pool has."""
+    def verdict(self, pool: Pool, replica: str, fingerprint: str) -> bool | None:
+        """Whether canaries passed on this engine, for the lane that the pool has; None where that was not tried."""
         if not fingerprint:
-            return False
+            return None
         self._refresh()
-        passed = self._verdicts.get
-        crowded = passed((pool.name, replica, fingerprint, False))
-        return bool(crowded or (alone(pool) and passed((pool.name, replica, fingerprint, True))))
+        return self._verdicts.get((pool.name, replica, fingerprint, alone(pool)))
 
     def note(self, pool: Pool, replica: str, fingerprint: str, *, apart: bool, passed: bool, at: float) -> None:
         """Write a verdict down. `apart`: canaries were sent one at a time. `at`: seconds since the epoch.
@@ -57,8 +54,19 @@ class Passes:
             self._read, self._verdicts = (-1, -1), {}
             return
         if (stamp := (state.st_mtime_ns, state.st_size)) != self._read:
-            self._verdicts = dict(filter(None, map(_verdict, self._file.read_text("utf-8").splitlines())))
+            self._verdicts = {}
+            for line in self._file.read_text("utf-8").splitlines():
+                if (told := _verdict(line)) is not None:
+                    self._take(*told)
             self._read = stamp
+
+    def _take(self, key: Key, passed: bool) -> None:
+        """What passes in company passes one at a time; what fails one at a time fails in company."""
+        self._verdicts[key] = passed
+        *engine, apart = key
+        if passed != apart:
+            pool, replica, fingerprint = engine
+            self._verdicts[pool, replica, fingerprint, not apart] = passed
 
 
 def _verdict(line: str) -> tuple[Key, bool] | None:

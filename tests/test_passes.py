@@ -24,38 +24,50 @@ def note(passes: Passes, passed: bool = True, apart: bool = False, fingerprint: 
 
 def test_a_pass_belongs_to_pool_replica_and_fingerprint(tmp_path: Path) -> None:
     passes = Passes(tmp_path / "ledger")
-    assert not passes.has(made(), "policy-0", "f")
+    assert not passes.verdict(made(), "policy-0", "f")
     note(passes)
-    assert passes.has(made(), "policy-0", "f")
-    assert not passes.has(made(), "policy-0", "g")
-    assert not passes.has(made(), "policy-1", "f")
-    assert not passes.has(made(name="other"), "policy-0", "f")
+    assert passes.verdict(made(), "policy-0", "f")
+    assert not passes.verdict(made(), "policy-0", "g")
+    assert not passes.verdict(made(), "policy-1", "f")
+    assert not passes.verdict(made(name="other"), "policy-0", "f")
 
 
 def test_nobody_passes_who_was_not_asked(tmp_path: Path) -> None:
     passes = Passes(tmp_path)
     note(passes, fingerprint="")
-    assert not passes.has(made(), "policy-0", "")
+    assert not passes.verdict(made(), "policy-0", "")
 
 
-def test_what_passed_one_at_a_time_need_not_pass_in_company(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("verdicts", "in_company", "one_at_a_time"),
+    [
+        ([(True, "apart")], None, True),
+        ([(False, "apart")], False, False),
+        ([(True, "crowd")], True, True),
+        ([(False, "crowd")], False, None),
+        ([(True, "apart"), (False, "crowd")], False, True),
+        ([(True, "crowd"), (False, "apart")], False, False),
+        ([(False, "apart"), (True, "crowd")], True, True),
+        ([(False, "apart"), (True, "apart")], False, True),
+    ],
+)
+def test_what_passes_in_company_passes_alone_and_what_fails_alone_fails_in_company(
+    tmp_path: Path, verdicts: list[tuple[bool, str]], in_company: bool | None, one_at_a_time: bool | None
+) -> None:
     passes = Passes(tmp_path)
-    note(passes, apart=True)
-    assert not passes.has(made(), "policy-0", "f")
-    assert passes.has(made(lane=ONE_EACH), "policy-0", "f")
-    note(passes, passed=False, apart=True)
-    note(passes, apart=False)
-    assert passes.has(made(), "policy-0", "f")
-    assert passes.has(made(lane=ONE_EACH), "policy-0", "f")
+    for passed, how in verdicts:
+        note(passes, passed=passed, apart=how == "apart")
+    assert passes.verdict(made(), "policy-0", "f") is in_company
+    assert passes.verdict(made(lane=ONE_EACH), "policy-0", "f") is one_at_a_time
 
 
 def test_the_last_verdict_counts_whoever_wrote_it(tmp_path: Path) -> None:
     reader, writer = Passes(tmp_path), Passes(tmp_path)
     for passed in (True, False, True):
         note(writer, passed=passed)
-        assert reader.has(made(), "policy-0", "f") is passed
+        assert reader.verdict(made(), "policy-0", "f") is passed
     (tmp_path / "verified.jsonl").unlink()
-    assert not reader.has(made(), "policy-0", "f")
+    assert reader.verdict(made(), "policy-0", "f") is None
 
 
 @pytest.mark.parametrize("line", ["", "{", "[]", "5", '{"pool": "policy"}', '{"passed": true}'])
@@ -64,4 +76,4 @@ def test_lines_that_cannot_be_read_are_passed_over(tmp_path: Path, line: str) ->
     note(passes)
     with (tmp_path / "verified.jsonl").open("a") as file:
         file.write(line + "\n")
-    assert passes.has(made(), "policy-0", "f")
+    assert passes.verdict(made(), "policy-0", "f")

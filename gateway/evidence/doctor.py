@@ -55,7 +55,7 @@ async def _examine(http: httpx.AsyncClient, pool: Pool, passes: Passes) -> dict[
             said.facts,
             said.fingerprint,
             pinned=replica.dp_rank is not None,
-            verified=passes.has(pool, replica.name, said.fingerprint),
+            verified=passes.verdict(pool, replica.name, said.fingerprint),
         )
         for replica, (said, _) in zip(pool.replicas, met, strict=True)
     }

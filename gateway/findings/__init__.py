@@ -59,8 +59,8 @@ class Told(NamedTuple):
     """A data-parallel rank is set for it."""
     foreign: bool = False
     """It has more requests than were sent to it."""
-    verified: bool = False
-    """Canaries have passed on this fingerprint."""
+    verified: bool | None = None
+    """Whether canaries passed on this engine; None where that was not tried."""
     changed: bool = False
     """It has another fingerprint than when it was first asked, and nobody has accepted that."""
 

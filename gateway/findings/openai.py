@@ -8,7 +8,7 @@ from gateway.findings import Case, Finding
 
 
 def findings(case: Case) -> Iterator[Finding]:
-    trusted = not case.generates or case.pool.deterministic == "declared" or case.told.verified
+    trusted = not case.generates or case.pool.deterministic == "declared" or case.told.verified is not None
     yield Finding(
         "unverified",
         "fatal",

@@ -22,6 +22,16 @@ def findings(case: Case) -> Iterator[Finding]:
             mend="keep everyone but this gateway off the replica",
             reason="foreign-traffic",
         )
+    if case.told.verified is False:
+        yield Finding(
+            "canaries-failed",
+            "fatal",
+            "failed canaries of detgate verify",
+            "equal requests have had different answers",
+            sure="measured",
+            mend="what its report says; then detgate verify again",
+            reason="engine-not-deterministic",
+        )
     if case.told.changed:
         yield Finding(
             "fingerprint-changed",

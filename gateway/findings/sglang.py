@@ -52,7 +52,7 @@ def _mode(case: Case) -> Iterator[Finding]:
             report=_DOCS,
             reason="engine-not-deterministic",
         )
-    elif facts.deterministic is None and case.pool.deterministic != "declared" and not case.told.verified:
+    elif facts.deterministic is None and case.pool.deterministic != "declared" and case.told.verified is None:
         yield Finding(
             "unverified",
             "warning",

@@ -65,7 +65,7 @@ def _mode(case: Case) -> Iterator[Finding]:
             report=_ISSUES + "42019",
             reason="prefix-cache" if told else None,
         )
-    if facts.deterministic is None and case.pool.deterministic != "declared" and not case.told.verified:
+    if facts.deterministic is None and case.pool.deterministic != "declared" and case.told.verified is None:
         yield Finding(
             "unverified",
             "warning",

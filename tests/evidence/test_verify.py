@@ -16,7 +16,7 @@ from gateway.evidence.canaries import First
 from gateway.evidence.endpoints import Answer, vllm
 from gateway.settings import Settings
 from gateway.sim import SimServer, SimSettings
-from tests.harness import MODEL, FakeWorker, Reply, Seen, chat, completion, gateway, pool
+from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
 
 ONE_EACH = {"scope": "replica", "limit": 1}
 QUICK: dict[str, Any] = {"token_seconds": 0.0}
@@ -225,28 +225,35 @@ async def test_what_the_budget_does_not_reach_is_skipped_and_not_passed(tmp_path
 
 
 @pytest.mark.usefixtures("chat_alone")
-async def test_a_pass_lifts_unverified_from_a_running_gateway_and_a_failure_brings_it_back(tmp_path: Path) -> None:
-    async with simulated("vllm", batch_dependent=True, prefix_cache=False) as engine:
-        listed = pool("policy", engine.url, lane=ONE_EACH)
+async def test_a_pass_lifts_unverified_from_a_running_gateway_and_a_failure_is_held_against_the_engine(
+    tmp_path: Path,
+) -> None:
+    async def guarantee(gate: Gate) -> str:
+        answer = await gate.http.post(CHAT, json=chat("hi", max_tokens=2))
+        return str(answer.headers["x-detgate-guarantee"])
+
+    async def verdict(gate: Gate, *settings: dict[str, Any]) -> int:
         file = tmp_path / "gateway.yaml"
-        async with gateway(listed, health={"interval": 0.02}) as gate:
-            file.write_text(json.dumps({"pools": [listed], "ledger": {"path": str(gate.ledger)}}))
+        file.write_text(json.dumps({"pools": list(settings), "ledger": {"path": str(tmp_path)}}))
+        return await asyncio.to_thread(main, ["verify", "--config", str(file)])
+
+    kept: dict[str, Any] = {"ledger": {"path": tmp_path}, "health": {"interval": 0.02}}
+    async with simulated("vllm", batch_dependent=True, prefix_cache=False) as engine:
+        apart, crowd = pool("policy", engine.url, lane=ONE_EACH), pool("policy", engine.url)
+        async with gateway(apart, **kept) as gate:
             replica = gate.gateway.fleet.pools["policy"].replicas["policy-0"]
-
-            async def guarantee() -> str:
-                answer = await gate.http.post(CHAT, json=chat("hi", max_tokens=2))
-                return str(answer.headers["x-detgate-guarantee"])
-
-            assert await guarantee() == "balanced; unverified"
-            assert await asyncio.to_thread(main, ["verify", "--config", str(file)]) == 0
-            await gate.until(lambda: replica.verified)
-            assert await guarantee() == "balanced"
+            assert await guarantee(gate) == "balanced; unverified"
+            assert await verdict(gate, apart) == 0
+            await gate.until(lambda: replica.verified is True)
+            assert await guarantee(gate) == "balanced"
             determinism = (await gate.http.get("/determinism")).json()
             assert determinism["pools"]["policy"]["replicas"]["policy-0"]["verified"] is True
-            engine.engine.faults.add(route=CHAT, unseeded_42=True)
-            file.write_text(json.dumps({"pools": [pool("policy", engine.url)], "ledger": {"path": str(gate.ledger)}}))
-            assert await asyncio.to_thread(main, ["verify", "--config", str(file)]) == 1
-            assert replica.verified, "what failed in company says nothing of one at a time"
+        async with gateway(crowd, **kept) as gate:
+            replica = gate.gateway.fleet.pools["policy"].replicas["policy-0"]
+            assert await guarantee(gate) == "balanced; unverified", "it passed one at a time"
+            assert await verdict(gate, crowd) == 1
+            await gate.until(lambda: replica.verified is False)
+            assert await guarantee(gate) == "none; engine-not-deterministic"
 
 
 @pytest.mark.usefixtures("chat_alone")

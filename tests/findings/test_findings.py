@@ -214,6 +214,16 @@ def test_what_is_seen_from_outside_is_measured() -> None:
     assert (foreign.severity, foreign.sure, foreign.reason) == ("fatal", "measured", "foreign-traffic")
 
 
+@pytest.mark.parametrize("engine", engines.names())
+@pytest.mark.parametrize("settings", [{}, {"deterministic": "declared"}, {"lane": ONE_EACH}, {"role": "reward"}])
+def test_what_canaries_have_shown_outweighs_what_is_told(engine: str, settings: dict[str, Any]) -> None:
+    facts = replace(GOOD.get(engine, Facts()), is_generation=None, prefix_cache=False)
+    findings = found(engine, facts, {"verified": False}, **settings)
+    (shown,) = (finding for finding in findings if finding.id == "canaries-failed")
+    assert (shown.severity, shown.sure, shown.reason) == ("fatal", "measured", "engine-not-deterministic")
+    assert not any(finding.reason == "unverified" for finding in findings)
+
+
 def test_an_answer_carries_each_reason_once() -> None:
     bad = replace(VLLM, overlapped=True, sequence_parallel=True, speculative="eagle")
     assert reasons(found("vllm", bad), "p-0") == ("engine-doubted",)
