@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import structlog
 from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from gateway import exports
 from gateway.changes import Change
@@ -18,12 +19,30 @@ from gateway.sessions import Sessions
 from gateway.settings import Replica as ReplicaSettings
 from gateway.settings import Settings
 from gateway.siblings import Siblings
+from gateway.weights import Weights
 
 log = structlog.get_logger("detgate.admin")
 
 
+class SomePools(BaseModel):
+    """Which pools."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    pools: Annotated[list[str], Field(min_length=1)] | None = Field(
+        None, description="Default: those of role generate."
+    )
+
+
+class NewWeights(SomePools):
+    """What weights the engines have now."""
+
+    version: str = Field(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f,]+$")
+
+
 def build(settings: Settings, runs: Runs, sessions: Sessions, fleet: Fleet, siblings: Siblings) -> APIRouter:
     """The routes under /admin. Without an admin key they are open on a loopback bind, and closed on any other."""
+    weights = Weights(settings, fleet, siblings)
     router = APIRouter(prefix="/admin", dependencies=[Depends(guard(settings))])
 
     def pool_of(pool: str) -> Pool:
@@ -66,6 +85,28 @@ def build(settings: Settings, runs: Runs, sessions: Sessions, fleet: Fleet, sibl
     @router.delete("/pools/{pool}/replicas/{name}", summary="Take it out; what is in flight ends")
     async def remove(pool: str, name: str) -> dict[str, Any]:
         return await change("remove", pool, name)
+
+    def pools_of(names: list[str] | None) -> list[Pool]:
+        return [pool for pool in fleet if pool.role == "generate"] if names is None else [pool_of(n) for n in names]
+
+    @router.get("/weights", summary="Versions of the pools' weights")
+    async def versions() -> dict[str, Any]:
+        return weights.shown()
+
+    @router.post("/weights", summary="Let what is in flight end, name the new weights, go on")
+    async def change_weights(wanted: NewWeights) -> dict[str, Any]:
+        await weights.change(wanted.version, pools_of(wanted.pools))
+        return weights.shown()
+
+    @router.post("/weights/pause", summary="Let what is in flight end, and hold back what comes")
+    async def pause(wanted: SomePools | None = None) -> dict[str, Any]:
+        await weights.pause(pools_of(wanted.pools if wanted is not None else None))
+        return weights.shown()
+
+    @router.post("/weights/resume", summary="Go on")
+    async def resume(wanted: SomePools | None = None) -> dict[str, Any]:
+        await weights.resume(pools_of(wanted.pools if wanted is not None else None))
+        return weights.shown()
 
     @router.get("/runs/{run}/requests", summary="The requests of a run, a JSON object a line")
     async def requests(

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from importlib import import_module
 from typing import Any
 
-from gateway import control, stores
+from gateway import control, stores, weights
 from gateway.carriers.asgi import Application, DataPlane
 from gateway.changes import Changes
 from gateway.fleet import Fleet
@@ -41,6 +41,7 @@ class Gateway:
         self.health = Health(settings, self.fleet, lambda *told: self.changes.note(*told))
         self.changes = Changes(self.run, self.fleet, self.health, self.runs.own.ledger)
         self.siblings: Siblings = Alone(self.changes)
+        weights.restore(self.fleet, self.runs.own.folder)
         self.silence = Silence(settings.timeouts, self.pipeline.dispatcher)
         self.head_bytes = settings.limits.head_bytes
         self.body_bytes = settings.limits.body_bytes
@@ -122,6 +123,19 @@ class Gateway:
         add = self.telemetry.gauge
         add("detgate_in_flight", "Requests on their way to a replica or in it.", replica_labels, loads)
         add("detgate_replica_up", "1 while a replica answers its probes.", replica_labels, ups, "min")
+
+        def insides() -> Iterable[tuple[tuple[str, ...], float]]:
+            return (((pool.name,), weights.inside(pool)) for pool in self.fleet)
+
+        def paused() -> Iterable[tuple[tuple[str, ...], float]]:
+            return (((pool.name,), float(pool.gate.shut)) for pool in self.fleet)
+
+        def held_back() -> Iterable[tuple[tuple[str, ...], float]]:
+            return (((pool.name,), pool.gate.waiting) for pool in self.fleet)
+
+        add(weights.INSIDE, "Requests in the engines, or given up and perhaps still there.", ("pool",), insides)
+        add("detgate_paused", "1 while weights are changed and requests held back.", ("pool",), paused, "max")
+        add("detgate_paused_waiting", "Requests that wait for that.", ("pool",), held_back)
         add("detgate_lane_waiting", "Requests that wait in lanes.", ("pool",), waiting)
         add("detgate_scopes", "Counters in memory.", (), scopes)
         add("detgate_sessions", "Sessions that were created and have not ended.", (), sessions, "max")

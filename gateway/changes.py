@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,9 +26,10 @@ Picture = dict[str, dict[str, tuple[ReplicaSettings, bool]]]
 class Change:
     """One change, as whoever administers asked for it."""
 
-    what: Literal["add", "drain", "remove", "accept"]
+    what: Literal["add", "drain", "remove", "accept", "pause", "resume", "weights"]
     pool: str
     name: str
+    """Of a replica; of the new weights; nothing for `pause` and `resume`."""
     settings: ReplicaSettings | None = None
     """What is added."""
 
@@ -62,11 +64,30 @@ class Changes:
     def apply(self, change: Change) -> None:
         """Make a change, unless the fleet is so already."""
         pool = self._fleet.pools[change.pool]
-        if change.settings is not None:
+        if change.what in ("pause", "resume", "weights"):
+            self._gate(pool, change)
+        elif change.settings is not None:
             if change.name not in pool.replicas:
                 self.add(pool, change.settings)
         elif change.name in pool.replicas:
             {"drain": self.drain, "remove": self.remove, "accept": self.accept}[change.what](pool, change.name)
+
+    def _gate(self, pool: Pool, change: Change) -> None:
+        """Shut or open the gate of a pool, or say which weights are behind it."""
+        gate = pool.gate
+        match change.what:
+            case "pause":
+                gate.close()
+            case "resume":
+                gate.open()
+            case "weights":
+                gate.name(change.name)
+        log.info("weights", change=change.what, pool=pool.name, version=gate.named)
+        record = {"event": "weights", "time": time.time(), "run": self._run, "change": change.what, "pool": pool.name}
+        try:
+            self._ledger.opened({**record, "version": gate.named, "paused": gate.shut})
+        except StoreFault:
+            log.error("a change of weights could not be recorded", change=change.what, pool=pool.name)
 
     @property
     def picture(self) -> Picture:

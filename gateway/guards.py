@@ -1,10 +1,17 @@
-"""Guards against samples that share their noise without anyone having meant it."""
+"""Guards against samples that share their noise without anyone having meant it.
+
+One looks at requests before they take an index: two members of a group with one seed. The other looks at answers: equal
+ones that were drawn with different seeds come from an engine that does not use them, or from a model that is very sure.
+"""
 
 from __future__ import annotations
 
 import structlog
 
-from gateway.core.errors import CallerFault
+from gateway.core import canonical, plan
+from gateway.core.document import Document
+from gateway.core.errors import CallerFault, Conflict
+from gateway.core.sse import Observed, Sample
 from gateway.settings import Guards as GuardSettings
 from gateway.telemetry import Telemetry
 from gateway.work import Asked
@@ -12,16 +19,19 @@ from gateway.work import Asked
 log = structlog.get_logger("detgate.guards")
 
 REMEMBERED = 10_000
-"""Requests with a seed of their own that are remembered for one group."""
+"""Requests with a seed of their own, and answers, that are remembered for one group."""
 
 
 class Guards:
-    """Looks at requests before they take an index."""
+    """Looks at requests and at answers."""
 
     def __init__(self, settings: GuardSettings, telemetry: Telemetry) -> None:
         self._refuses = settings.shared_seed == "refuse"
+        self._refuses_clones = settings.clones == "refuse"
+        self._tokens = settings.clone_tokens
         self._telemetry = telemetry
         self._warned: set[str] = set()
+        self._warned_of_clones: set[str] = set()
 
     def check(self, asked: Asked) -> None:
         """Notice a seed and prompt that another member of the group has sent: the two would be clones.
@@ -29,7 +39,7 @@ class Guards:
         At temperature 0 nothing is drawn, so nothing is shared. Raises `CallerFault` where guards.shared_seed refuses.
         """
         group = asked.session.group if asked.session is not None else None
-        if group is None or asked.session is None or asked.wish.seed is None or _temperature(asked) == 0:
+        if group is None or asked.session is None or asked.wish.seed is None or _greedy(asked):
             return
         content = asked.content()
         first = group.seeded.setdefault(content, asked.session.known.session)
@@ -51,8 +61,65 @@ class Guards:
                 "members of a group share seed and prompt: their answers are clones", run=asked.run, group=group.id
             )
 
+    def examine(self, asked: Asked, decided: plan.Plan, observed: Observed, flags: list[str], *, began: bool) -> None:
+        """Notice an answer that equals another one of its group, or of its own call, drawn with another seed.
 
-def _temperature(asked: Asked) -> object:
+        Raises `Conflict` where guards.clones refuses, unless the client has a part of it already (`began`). It is
+        then not delivered, so whoever asks again gets the same index, seed and answer.
+        """
+        if asked.handling.kind != "sample" or decided.seed is None or _greedy(asked):
+            return
+        twin = self._twin(asked, decided, observed)
+        if twin is None:
+            return
+        self._telemetry.guard.add("clones")
+        flags.append("cloned")
+        if asked.run not in self._warned_of_clones:
+            self._warned_of_clones.add(asked.run)
+            log.warning("equal answers to different seeds", run=asked.run, request=decided.request_id, equals=twin)
+        if self._refuses_clones and not began:
+            raise Conflict(
+                f"The answer to {decided.request_id} is the same as that of {twin}, though their seeds differ: the "
+                "engine does not use them, or the model is very sure. guards.clones: warn lets it pass; "
+                "guards.clone_tokens says from which length answers count.",
+                code="cloned_samples",
+            )
+
+    def _twin(self, asked: Asked, decided: plan.Plan, observed: Observed) -> str | None:
+        """What an answer is a clone of, in words; None: of nothing."""
+        samples = observed.samples or _alone(observed)
+        longer = [sample.content for sample in samples if sample.tokens >= self._tokens]
+        if len(set(longer)) < len(longer):
+            return "another sample of the same call"
+        group = asked.session.group if asked.session is not None else None
+        if group is None or not longer or observed.content is None:
+            return None
+        first, seed = group.answers.setdefault(
+            (_prompt(asked), observed.content), (decided.request_id, decided.seed or 0)
+        )
+        if len(group.answers) > REMEMBERED:
+            del group.answers[next(iter(group.answers))]
+        return first if seed != decided.seed else None
+
+
+def _alone(observed: Observed) -> tuple[Sample, ...]:
+    """The one choice of an answer with a usage."""
+    usage = observed.usage or {}
+    tokens = usage.get("completion_tokens") or usage.get("output_tokens")
+    return (Sample(observed.content, tokens),) if observed.content and isinstance(tokens, int) else ()
+
+
+def _prompt(asked: Asked) -> str:
+    """Digest of what is asked, whatever the seed."""
+    if asked.wish.seed is None:
+        return asked.content()
+    alike = plan.seed_edits(asked.handling, asked.wish.calls[0]._replace(seed=0, document=asked.document))
+    return canonical.content(Document(asked.document.edited(alike)), asked.route)
+
+
+def _greedy(asked: Asked) -> bool:
+    """Nothing is drawn."""
     value = asked.document.value
     params = value.get("sampling_params")
-    return (params if isinstance(params, dict) else value).get("temperature")
+    params = params if isinstance(params, dict) else value
+    return params.get("temperature") == 0 or params.get("top_k") == 1

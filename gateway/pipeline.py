@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from gateway import orders, schemes
-from gateway.answers import Asking, Client, break_stream, relay
+from gateway.answers import Asking, Client, answered, break_stream, relay
 from gateway.bodies import Heard
 from gateway.core import canonical, fields, identity, plan, shapes
 from gateway.core.errors import Busy, Fault
@@ -33,6 +33,7 @@ from gateway.settings import Settings
 from gateway.statement import Statement
 from gateway.stores import ScopeKey, Store
 from gateway.telemetry import Telemetry
+from gateway.versions import Versions
 from gateway.work import Asked, Work
 
 log = structlog.get_logger("detgate.request")
@@ -66,6 +67,7 @@ class Pipeline:
         self.drained = asyncio.Event()
         self._serving = 0
         self._guards = Guards(settings.guards, telemetry)
+        self._versions = Versions(settings, sessions)
         self._off = settings.profile == "off"
         self._bodies = settings.ledger.body_bytes if settings.ledger.bodies else 0
         self._scheme = schemes.load(settings.scheme)
@@ -108,6 +110,7 @@ class Pipeline:
                 return
             asked = work.asked = self._reader.read(request, location.route, names, session)
             self._guards.check(asked)
+            self._versions.check(asked)
             await self._claim(work, asked)
             decided = self._plan(work, asked)
             job = work.job = self._job(work, asked, decided)
@@ -215,6 +218,7 @@ class Pipeline:
             client_id=_client_id(body),
             flags=self._statement.reasons(work, asked),
             follows=by_session and not pool.stable,
+            entered=lambda job: self._versions.entered(asked, job),
         )
 
     async def _forward(self, work: Work, asked: Asked, decided: plan.Plan, job: Job, client: Client) -> None:
@@ -224,12 +228,23 @@ class Pipeline:
             return fields.downstream(headers) + self._statement.of_answer(work, asked, sending)
 
         async def complete() -> None:
+            self._examine(work, asked, job, began=client.started)
             await self._record.complete(work)
 
-        await relay(
-            self.dispatcher,
-            Asking(job, asked.document, decided.calls, asked.wish.samples, client, work.answer, head, complete),
-        )
+        try:
+            await relay(
+                self.dispatcher,
+                Asking(job, asked.document, decided.calls, asked.wish.samples, client, work.answer, head, complete),
+            )
+        finally:
+            self.dispatcher.leave(job)
+
+    def _examine(self, work: Work, asked: Asked, job: Job, *, began: bool) -> None:
+        """Look at what came. Raises a `Fault` that takes the place of an answer of which the client has nothing yet."""
+        answer = work.answer
+        if answer.observed is not None and work.plan is not None and answered(answer.status, answer.observed):
+            self._versions.examine(asked, job, answer.observed, began=began)
+            self._guards.examine(asked, work.plan, answer.observed, job.flags, began=began)
 
     def _refuse(self, work: Work, client: Client, fault: Fault) -> None:
         work.fault = fault

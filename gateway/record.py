@@ -11,10 +11,12 @@ import structlog
 
 from gateway.answers import answered
 from gateway.bodies import kept
-from gateway.core import plan
+from gateway.core import plan, sse
 from gateway.core.errors import StoreFault, UpstreamFault
 from gateway.core.indexing import Claim
+from gateway.gates import UNNAMED
 from gateway.runs import Run
+from gateway.sending import Job
 from gateway.sessions import Interaction, Sessions
 from gateway.settings import Settings
 from gateway.stores import ScopeKey, Store
@@ -201,7 +203,7 @@ class Record:
                 "usage": None if observed.usage is None else counts(observed.usage),
                 "answer": observed.content,
                 "answer_id": observed.id,
-                "weight_version": observed.weight_version,
+                "weight_version": _weights(observed, job),
             }
         record["first_byte_seconds"] = round(answer.first_byte_at - work.since, 6) if answer.first_byte_at else None
         record["seconds"] = round(now - work.since, 6)
@@ -218,6 +220,13 @@ class Record:
             self._telemetry.racing.add()
         if work.claim.reused:
             self._telemetry.reused.add()
+
+
+def _weights(observed: sse.Observed | None, job: Job | None) -> str | None:
+    """Which weights answered: as the engine told, else as they were named."""
+    told = observed.weight_version if observed is not None else None
+    named = job.passage.weights if job is not None else None
+    return told if told not in (None, UNNAMED) else named or told
 
 
 def _outcome(work: Work) -> str:

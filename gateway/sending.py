@@ -21,6 +21,7 @@ from gateway.core.fields import lines
 from gateway.core.plan import seed_edits
 from gateway.core.types import Call, Handling
 from gateway.fleet import Fleet, Pool, Replica
+from gateway.gates import Passage
 from gateway.lanes import NO_PLACE, Lane, Place
 from gateway.settings import Settings
 from gateway.tasks import start
@@ -84,6 +85,10 @@ class Job:
     """Replica of each sending that got an answer or was given up, and how it went."""
     lane_wait: float = 0.0
     sent_at: float = 0.0
+    passage: Passage = field(default_factory=Passage)
+    """How it stands at its pool's gate."""
+    entered: Callable[[Job], None] = lambda job: None
+    """Called when it has passed that; may raise a `Fault`."""
 
 
 class Sending:
@@ -166,6 +171,7 @@ class Dispatcher:
         self._attempts = settings.limits.attempts
         self._home_seconds = settings.timeouts.home
         self._lane_seconds = settings.timeouts.lane
+        self._weights_seconds = settings.timeouts.weights
         for pool in fleet:
             pool.lanes.heir = partial(self.inherit, pool)
 
@@ -319,6 +325,10 @@ class Dispatcher:
                 if sending.lane is not None and not await self._turn(job, sending, sending.lane):
                     sending.end()
                     continue
+                if sending.computes and not job.passage.entered and not self._enter(job):
+                    sending.end()
+                    await self._opened(job)
+                    continue
                 attempts += 1
                 if attempts > job.attempts:
                     job.attempts = attempts
@@ -456,6 +466,38 @@ class Dispatcher:
         if lane.doubt and await self._doubtful(job.pool, lane, sending.place):
             job.flags.append("lane-uncertain")
         return True
+
+    def _enter(self, job: Job) -> bool:
+        """Pass the gate. False: it is shut."""
+        if not job.pool.gate.enter(job.passage):
+            return False
+        job.entered(job)
+        return True
+
+    async def _opened(self, job: Job) -> None:
+        """Wait for the gate, in no lane: what is inside may need the place. Raises `Busy`."""
+        gate, loop = job.pool.gate, asyncio.get_running_loop()
+        if gate.full:
+            raise Busy(
+                f"{gate.waiting} requests wait for the new weights of pool {gate.pool} already. "
+                "Ask again later, or raise limits.queue.",
+                code="queue_full",
+            )
+        since = loop.time()
+        try:
+            async with asyncio.timeout(self._weights_seconds):
+                await gate.opened()
+        except TimeoutError:
+            raise Busy(
+                f"The weights of pool {gate.pool} have been changing for {self._weights_seconds:g} s. Ask again later.",
+                code="weights_paused",
+            ) from None
+        finally:
+            job.lane_wait += loop.time() - since
+
+    def leave(self, job: Job) -> None:
+        """A request has ended."""
+        job.pool.gate.leave(job.passage)
 
     async def _doubtful(self, pool: Pool, lane: Lane, place: Place) -> bool:
         """Whether the engine may still work on what left the lane before. One that does not say is doubted once."""

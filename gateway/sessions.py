@@ -59,6 +59,8 @@ class Wanted(NamedTuple):
     """Its place in the order of submission."""
     failed_reward: float | None = None
     """Its reward if it fails before it was given one; None: as the settings say."""
+    weights: str | None = None
+    """Whether it is held to the weights that it meets first; None: as the settings say."""
 
     @property
     def identities(self) -> list[str]:
@@ -103,8 +105,11 @@ class Session:
     """It waited in vain for the members before it, and went on without them."""
     failed_reward: float | None = None
     """What its reward is if it fails before it was given one."""
+    holds: bool = False
+    """It is held to the version of the weights that it, or another member of its group, has met first."""
     interactions: int = 0
     """Its sampled requests that were delivered."""
+    _held: dict[str, str] = field(default_factory=dict)
     _total: Fraction | None = None
     _recent: dict[tuple[str, int], Interaction] = field(default_factory=dict)
     """Its last sampled requests, in the order in which they got their indices."""
@@ -117,6 +122,11 @@ class Session:
     def undelivered(self) -> str | None:
         """Why it has failed if it ends now and nobody says more."""
         return None if self.trouble is None else f"{UNDELIVERED}{self.trouble}"
+
+    @property
+    def held(self) -> dict[str, str]:
+        """Pool → the version of its weights that was met there first."""
+        return self._held if self.group is None else self.group.held
 
     @property
     def reward(self) -> float | None:
@@ -180,6 +190,10 @@ class Group:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     seeded: dict[str, str] = field(default_factory=dict)
     """Content digest of a request with a seed of its own → the session that sent it first."""
+    answers: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
+    """What was asked and what was answered, as digests → the request and the seed that came to it first."""
+    held: dict[str, str] = field(default_factory=dict)
+    """Pool → the version of its weights that the members are held to, if they are."""
 
     @property
     def failed(self) -> Session | None:
@@ -237,6 +251,7 @@ class Sessions:
         self._idle_seconds = settings.sessions.idle_seconds
         self._failed_reward = settings.sessions.failed_reward
         self._looking = asyncio.Lock()
+        self._weights = settings.sessions.weights
         self._strict = settings.profile == "strict" and not settings.sessions.allow_random
         self._ledgers: dict[str, Ledger] = {}
         self._sessions: dict[tuple[str, str], Session] = {}
@@ -369,7 +384,8 @@ class Sessions:
             )
             _check(known.session)
             failed_reward = self._failed_reward if wanted.failed_reward is None else wanted.failed_reward
-            made.append(Session(known, None, wanted.order, group, failed_reward=failed_reward))
+            holds = (wanted.weights or self._weights) == "hold"
+            made.append(Session(known, None, wanted.order, group, failed_reward=failed_reward, holds=holds))
         return made
 
     def _ordinal(self, run: str, identities: list[str], group: str | None) -> int:
@@ -463,6 +479,14 @@ class Sessions:
         interaction.reward = reward
         if not session.open:
             self._touch(session)
+
+    def hold(self, session: Session, pool: str, version: str) -> None:
+        """Hold a session, and its group, to a version of the weights of a pool."""
+        run, name = session.place
+        self._ledgers[run].closed(
+            {"event": "session_weights", "run": run, "session": name, "pool": pool, "version": version}
+        )
+        session.held[pool] = version
 
     def enter(self, session: Session, interaction: Interaction | None = None) -> Interaction | None:
         """A request of a session has its index; what is remembered of it, if it samples."""
@@ -607,6 +631,7 @@ def created_record(session: Session) -> dict[str, Any]:
         "group_size": None if group is None else group.size,
         "member": known.member,
         "failed_reward": session.failed_reward,
+        "weights": "hold" if session.holds else "any",
         "key_digest": session.key.hex(),
     }
 
@@ -645,6 +670,9 @@ def rewarded_record(session: Session, interaction: Interaction, reward: float) -
 def _again(session: Session, record: dict[str, Any]) -> None:
     """Let a session know of a request, or of a reward, what it knew when this was recorded."""
     event = record.get("event")
+    if event == "session_weights":
+        session.held[record["pool"]] = record["version"]
+        return
     if event == "opened" and record.get("kind") == "sample":
         session.asked(Interaction(record["identity"], record["index"], record["request_id"]))
         return
@@ -681,6 +709,7 @@ def restored(run: str, record: dict[str, Any]) -> Session:
         record["submission"],
         group,
         failed_reward=record.get("failed_reward"),
+        holds=record.get("weights") == "hold",
     )
 
 
@@ -697,5 +726,6 @@ def whole(sessions: Iterable[Session]) -> Iterator[Session]:
         first = members[0].group
         if first is not None and len(members) == first.size:
             for session in members:
+                first.held |= session.held
                 session.group = first
                 yield session

@@ -50,6 +50,9 @@ class Creation(BaseModel):
     seed: int | None = Field(None, ge=0, lt=2**63, description="A master seed of its own.")
     order: int | None = Field(None, ge=-(2**63), lt=2**63, description="Its place in the order of submission.")
     failed_reward: Reward | None = Field(None, description="Its reward if it fails without one. Default: the setting.")
+    weights: Literal["any", "hold"] | None = Field(
+        None, description="Hold it, and its group, to the weights that it meets first. Default: the setting."
+    )
 
 
 LARGEST = 65536
@@ -113,6 +116,7 @@ class Desk:
                 wanted.seed,
                 wanted.order,
                 wanted.failed_reward,
+                wanted.weights,
             ),
         )
         told = [
@@ -240,6 +244,7 @@ class Desk:
             "seed": known.seed,
             "order": session.order,
             "reward": session.reward,
+            "weights": session.held if session.holds else None,
         }
 
     async def _uncreated(self, asked: Asked) -> dict[str, Any]:

@@ -166,7 +166,9 @@ async def test_the_python_of_the_readme_runs() -> None:
 def test_every_reason_is_explained() -> None:
     explained = {cells[0].strip("`"): cells[1] for cells in rows(section("docs/guarantees.md", "Reasons"), 4)}
     del explained["reason"]
-    assert explained.keys() == LOWERS.keys() | {"unverified", "retry-shared", "replicas-differ", "engine-doubted"}
+    assert explained.keys() == LOWERS.keys() | {
+        "unverified", "retry-shared", "replicas-differ", "engine-doubted", "cloned",
+    }  # fmt: skip
     given = set(reasons_given())
     assert {"racing", "home-down", "unverified"} <= given
     assert given <= explained.keys()

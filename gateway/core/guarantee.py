@@ -19,6 +19,8 @@ LOWERS: dict[str, Level] = {
     "lane-uncertain": "balanced",
     "group-order": "balanced",
     "home-down": "balanced",
+    "weights-mixed": "none",
+    "weights-changed": "balanced",
     "epoch": "balanced",
     "unrecorded": "balanced",
     "dp-unpinned": "balanced",

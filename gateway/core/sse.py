@@ -31,6 +31,15 @@ _INVENTED = frozenset({"id", "call_id", "created_at"})
 _INCIDENTAL = frozenset({"id", "created", "model", "object", "usage", "meta_info", "metadata", "system_fingerprint"})
 
 
+class Sample(NamedTuple):
+    """One choice of an answer."""
+
+    content: str
+    """32 hex digits, alike for what is alike."""
+    tokens: float
+    """How many were drawn: told, or judged by its share of the answer."""
+
+
 class Observed(NamedTuple):
     """What an answer was."""
 
@@ -55,6 +64,8 @@ class Observed(NamedTuple):
     way."""
     id: str | None = None
     """The answer's own id, as the client sees it."""
+    samples: tuple[Sample, ...] = ()
+    """Its choices, where there are several or where it has no usage."""
 
 
 class Splitter:
@@ -182,6 +193,7 @@ class Observer:
             content=self._digest(),
             weight_version=self._weights,
             id=self._id,
+            samples=self._samples(said),
         )
 
     def whole(self, body: bytes, value: Any) -> Observed:
@@ -361,6 +373,21 @@ class Observer:
             return None
         return {"prompt_tokens": sum(c[0] for c in counts), "completion_tokens": sum(c[1] for c in counts)}
 
+    def _samples(self, said: list[_Said]) -> tuple[Sample, ...]:
+        if self._kind != "sample" or self._blind or self._splitter.skipped or not said:
+            return ()
+        usage = self._usage or self._counted()
+        if usage is not None and len(said) == 1:
+            return ()
+        streamed = any(choice.pieces > 1 for choice in said)
+        shares = [choice.pieces if streamed else choice.opening for choice in said]
+        total = usage.get("completion_tokens", 0) if usage is not None else sum(choice.pieces for choice in said)
+        drawn = [choice.counts[1] if choice.counts is not None else 0 for choice in said]
+        return tuple(
+            Sample(choice.digest(), told or total * share / (sum(shares) or 1))
+            for choice, told, share in zip(said, drawn, shares, strict=True)
+        )
+
     def _digest(self) -> str | None:
         if self._blind or self._splitter.skipped:
             return None
@@ -420,22 +447,28 @@ def _plain(value: Any) -> Observed | None:
 class _Said:
     """What one choice has said. Texts are hashed as they come, so a long answer costs no memory."""
 
-    __slots__ = ("_fields", "_latest", "counts", "finish")
+    __slots__ = ("_fields", "_latest", "counts", "finish", "opening", "pieces")
 
     def __init__(self) -> None:
         self.finish: str | None = None
         self.counts: tuple[int, int] | None = None
         """Prompt and completion tokens, where they come with each choice."""
+        self.pieces = 0
+        """In how many pieces its fields came."""
+        self.opening = 0
+        """Characters of the first piece of each."""
         self._fields: dict[str, blake2b] = {}
         self._latest: str | None = None
 
     def add(self, field: str, text: str) -> None:
         """The next piece of a field."""
+        self.pieces += 1
         known = self._fields.get(field)
         if known is not None:
             known.update(text.encode())
         elif text:
             self._fields[field] = blake2b(text.encode(), digest_size=16)
+            self.opening += len(text)
 
     def stop(self, reason: Any) -> None:
         """It has finished, if there is a reason."""
@@ -485,6 +518,12 @@ class _Said:
         for name in sorted(digests):
             total.update(b"%d:%b" % (len(name.encode()), name.encode()) + digests[name])
         total.update(b"=" + (self.finish or "").encode() + b"\n")
+
+    def digest(self) -> str:
+        """All that was said, as 32 hex digits."""
+        total = blake2b(digest_size=16)
+        self.digest_into(total)
+        return total.hexdigest()
 
     def _called(self, place: str, function: Mapping[str, Any]) -> None:
         for part in ("name", "arguments"):

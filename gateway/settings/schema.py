@@ -154,6 +154,10 @@ class Sessions(Section):
     idle_seconds: Seconds = Field(
         86400.0, description="Seconds without a request after which a session made by `POST /sessions` ends."
     )
+    weights: Literal["any", "hold"] = Field(
+        "any",
+        description="Hold a created session, and all of its group, to the version of the weights that it met first.",
+    )
     failed_reward: float | None = Field(
         None,
         allow_inf_nan=False,
@@ -253,6 +257,9 @@ class Timeouts(Section):
     group: Seconds = Field(
         60.0, description="Seconds that a member of a group waits for those before it with members: episode."
     )
+    weights: Seconds = Field(
+        600.0, description="Seconds that a change of weights waits for what is in flight, and requests wait for it."
+    )
     client_write: Seconds = Field(60.0, description="Seconds that a client may take nothing of its answer.")
     store: Seconds = Field(2.0, description="Seconds for one call to the store.")
     gateway: Seconds = Field(
@@ -294,7 +301,11 @@ class Guards(Section):
     )
     clones: Action = Field(
         "warn",
-        description="On equal answers to different seeds within a group. Default by profile: warn; strict: refuse.",
+        description="On equal answers to different seeds within a group or a call. Default by profile: warn; strict:"
+        " refuse.",
+    )
+    clone_tokens: Count = Field(
+        2, description="Tokens from which equal answers count as clones; shorter ones are often equal by chance."
     )
 
 

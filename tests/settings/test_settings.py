@@ -46,7 +46,13 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
             "bodies": False,
             "body_bytes": 1048576,
         },
-        "sessions": {"required": False, "idle_seconds": 86400, "failed_reward": None, "allow_random": False},
+        "sessions": {
+            "required": False,
+            "idle_seconds": 86400,
+            "weights": "any",
+            "failed_reward": None,
+            "allow_random": False,
+        },
         "routing": {"key": "request", "slack": 0, "on_home_down": "next", "retry_sent": True},
         "limits": {
             "body_bytes": 67108864,
@@ -66,6 +72,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
             "home": 60,
             "lane": None,
             "group": 60,
+            "weights": 600,
             "client_write": 60,
             "store": 2,
             "head": 30,
@@ -75,7 +82,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         },
         "health": {"interval": 2, "timeout": 10, "failures": 3, "breaks": 5, "successes": 2},
         "auth": {"api_keys": [], "admin_key": None},
-        "guards": {"shared_seed": "warn", "clones": "warn"},
+        "guards": {"shared_seed": "warn", "clones": "warn", "clone_tokens": 2},
         "log": {"level": "info", "format": "auto"},
         "pools": [],
     }

@@ -1,0 +1,90 @@
+"""The gate of a pool: whether requests go to its engine now, and which weights those that do will meet.
+
+While it is shut, what is in the engine ends and nothing new is sent, so that weights can be changed between requests. A
+request passes with its first call; its other calls and its retries belong to what is inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+UNNAMED = "default"
+"""What SGLang tells as long as nobody has named its weights."""
+
+
+@dataclass(slots=True, eq=False)
+class Passage:
+    """One request at a gate."""
+
+    entered: bool = False
+    weights: str | None = None
+    """Which it met when it entered, if that was known."""
+
+
+class Gate:
+    """One pool's. `queue`: how many requests may wait while it is shut."""
+
+    def __init__(self, pool: str, queue: int) -> None:
+        self.pool = pool
+        self.shut = False
+        self.inside = 0
+        """Requests that have entered and not left."""
+        self.waiting = 0
+        self.named: str | None = None
+        """The version of the weights, as whoever changes them has named it."""
+        self.told: str | None = None
+        """The version that an answer of the engine has told since."""
+        self._queue = queue
+        self._changed = asyncio.Event()
+
+    @property
+    def weights(self) -> str | None:
+        """The version of the weights that the engine has now; what the engine tells counts more than a name."""
+        return self.named if self.told is None else self.told
+
+    @property
+    def full(self) -> bool:
+        """As many wait as may."""
+        return self.waiting >= self._queue
+
+    def enter(self, passage: Passage) -> bool:
+        """Let a request in, unless the gate is shut."""
+        if self.shut:
+            return False
+        passage.entered, passage.weights = True, self.weights
+        self.inside += 1
+        return True
+
+    def leave(self, passage: Passage) -> None:
+        """A request has ended. Harmless when repeated, and for one that was never in."""
+        if passage.entered:
+            passage.entered = False
+            self.inside -= 1
+            self._tell()
+
+    async def opened(self) -> None:
+        """Wait until it is open."""
+        self.waiting += 1
+        try:
+            while self.shut:
+                await self._changed.wait()
+        finally:
+            self.waiting -= 1
+
+    def close(self) -> None:
+        """Let nothing more in."""
+        self.shut = True
+
+    def open(self) -> None:
+        """Let in again, whoever waits too."""
+        self.shut = False
+        self._tell()
+
+    def name(self, version: str) -> None:
+        """The engine has other weights from now on."""
+        self.named, self.told = version, None
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
