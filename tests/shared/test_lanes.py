@@ -274,6 +274,19 @@ async def test_all_that_was_done_with_a_replica_is_counted() -> None:
             assert await here.tally("r", "r") == (3, 1, 1, 0)
 
 
+async def test_whose_lease_has_run_out_is_passed_over_before_anyone_has_noticed() -> None:
+    async with RedisServer() as server, linked(server.url) as one, linked(server.url) as two:
+        async with places(one, seconds=LEASE, keep=False) as silent, places(two, keep=False) as other:
+            mine, dead, next_one = claim(), claim(index=1), claim(index=2)
+            await other.join([mine])
+            await silent.join([dead])
+            await other.join([next_one])
+            await asyncio.sleep(2 * LEASE)
+            other.leave(mine)
+            async with asyncio.timeout(5):
+                await other.turn(next_one)
+
+
 async def test_where_places_are_not_held_for_an_engine_they_are_free_when_a_lease_ends(quick: None) -> None:
     async with RedisServer() as server, linked(server.url) as one, linked(server.url) as two:
         async with (
