@@ -49,7 +49,7 @@ class Run:
     ) -> None:
         self.name = name
         self.folder = settings.ledger.path / name
-        self._store = store
+        self._store, self._sessions = store, sessions
         known = _known(self.folder)
         self.resumed = bool(known)
         deciding = settings.deciding()
@@ -91,6 +91,7 @@ class Run:
     def close(self) -> None:
         """End it cleanly: nothing is in flight any more. Where the ledger lacks something, it stays unclean."""
         self._store.close(self.name)
+        self._sessions.end_run(self.name)
         whole = self.ledger.close()
         if self._lock is None:
             return

@@ -26,6 +26,7 @@ from gateway.core.ids import random_like
 from gateway.keys import Keys, digest
 from gateway.ledger.writer import Ledger, Mark
 from gateway.settings import Settings
+from gateway.shelf import Entries, Shelf
 from gateway.stores import Store
 
 log = structlog.get_logger("detgate.sessions")
@@ -35,6 +36,9 @@ PREFIX = b"dgs-"
 
 RECENT = 64
 """Requests of one session that are remembered for rewards; those before them are in the ledger alone."""
+
+PAST = 20_000
+"""Ordinals of identities, and ended sessions beyond `limits.sessions`, that are in memory; others are in a file."""
 
 SWEEPS = 4
 """How often the idle are looked for within the time that a session may be idle."""
@@ -257,8 +261,10 @@ class Sessions:
         self._sessions: dict[tuple[str, str], Session] = {}
         self._by_key: dict[bytes, Session] = {}
         self._groups: dict[tuple[str, str], Group] = {}
-        self._ordinals: dict[tuple[str, str], int] = {}
-        """Run and identity → the ordinal that its next session has at least."""
+        self._past: dict[str, Entries[str, int]] = {}
+        """Run → the ordinal that the next session of an identity has at least, and sessions that are remembered no more
+        but for having ended."""
+        self._forgotten = 0
         self._idle: dict[Session, float] = {}
         """Live sessions without an open request, and since when; the longest idle first."""
         self._ended: dict[Session, None] = {}
@@ -295,6 +301,8 @@ class Sessions:
             self._sessions.get((names.run or own, names.session)) if names.session is not None else None
         )
         if found is None:
+            if self._forgotten and names.session is not None:
+                self._check_past(names.run or own, names.session)
             return None
         if found.key is not None and found is not visitor.holder and not visitor.trusted:
             raise Unauthorized(f"Session {found.known.session} was created with a key of its own: send that.")
@@ -303,6 +311,10 @@ class Sessions:
         if not found.open:
             self._touch(found)
         return found
+
+    def _check_past(self, run: str, session: str) -> None:
+        if run in self._past and self._past[run].get(f"ended {session}") is not None:
+            raise Gone(f"Session {session} has ended. Create another.", code="session_ended")
 
     def _opened(self, holder: Session | None, names: Named) -> Session | None:
         """The session that a key opens, if that is the one that is named."""
@@ -390,7 +402,7 @@ class Sessions:
 
     def _ordinal(self, run: str, identities: list[str], group: str | None) -> int:
         """The first ordinal that gives the next sessions of these identities, and their group, ids that are free."""
-        first = max(self._ordinals.get((run, identity), 0) for identity in identities)
+        first: int = max(self._past[run].get(f"next {identity}", 0) for identity in identities)
         return next(
             ordinal
             for ordinal in count(first)
@@ -410,8 +422,8 @@ class Sessions:
             if before is not None:
                 before.key = None
             self._by_key[session.key] = session
-        ordinal = self._ordinals.get((known.run, known.identity), 0)
-        self._ordinals[known.run, known.identity] = max(ordinal, known.ordinal + 1)
+        next_of = f"next {known.identity}"
+        self._note_past(known.run, next_of, max(self._past[known.run].get(next_of, 0), known.ordinal + 1))
         if group is not None:
             group.members.append(session)
             self._groups[group.run, group.id] = group
@@ -447,7 +459,15 @@ class Sessions:
         if len(self._ended) > self._limit:
             self._forget(next(iter(self._ended)))
 
+    def _note_past(self, run: str, name: str, value: int) -> None:
+        past = self._past[run]
+        past[name] = value
+        if len(past) > PAST:
+            past.shed(PAST // 2)
+
     def _forget(self, session: Session) -> None:
+        self._forgotten += 1
+        self._note_past(session.known.run, f"ended {session.known.session}", 1)
         del self._ended[session]
         del self._sessions[session.place]
         if session.key is not None:
@@ -564,6 +584,7 @@ class Sessions:
     def serve(self, run: str, ledger: Ledger) -> None:
         """Know the sessions of a run that was opened, and record in this ledger what becomes of them."""
         self._ledgers[run] = ledger
+        self._past[run] = Entries(Shelf(ledger.file.parent / "sessions.db"), b"", int, int)
         created, ended = self._noted.pop(run)
         for session in whole(created.values()):
             self._take(session)
@@ -571,6 +592,11 @@ class Sessions:
             session = self._sessions.get((run, name)) or Session(Known(run, name, name), None)
             self._sessions[session.place] = session
             self._close(session, why)
+
+    def end_run(self, run: str) -> None:
+        """A run is served no more."""
+        if (past := self._past.pop(run, None)) is not None:
+            past.shelf.close()
 
 
 async def sought(session: Session, name: str | None, look: Look) -> Interaction:

@@ -107,7 +107,7 @@ class Entries(dict[K, V], Generic[K, V]):
     It cannot be iterated over whole. `pack` and `unpack` make a value to what `marshal` can write, and back.
     """
 
-    __slots__ = ("_pack", "_prefix", "_shelf", "_unpack")
+    __slots__ = ("_pack", "_prefix", "_unpack", "shelf")
 
     def __init__(
         self,
@@ -118,13 +118,13 @@ class Entries(dict[K, V], Generic[K, V]):
         known: Iterable[tuple[K, V]] = (),
     ) -> None:
         super().__init__(known)
-        self._shelf = shelf
+        self.shelf = shelf
         self._prefix = prefix
         self._pack = pack
         self._unpack = unpack
 
     def __missing__(self, key: K) -> V:
-        row = self._shelf.get(self._row(key))
+        row = self.shelf.get(self._row(key))
         if row is None:
             raise KeyError(key)
         value = self[key] = self._unpack(marshal.loads(row))
@@ -145,7 +145,7 @@ class Entries(dict[K, V], Generic[K, V]):
 
     def __delitem__(self, key: K) -> None:
         super().__delitem__(key)
-        self._shelf.drop(self._row(key))
+        self.shelf.drop(self._row(key))
 
     def rows(self) -> list[Row]:
         """What is in memory, as the shelf keeps it."""
@@ -153,8 +153,10 @@ class Entries(dict[K, V], Generic[K, V]):
 
     def shed(self, keep: int) -> None:
         """Put all but the last `keep` away, if the shelf takes them."""
-        away = self.rows()[: max(0, len(self) - keep)]
-        if self._shelf.put(away):
+        if len(self) <= keep:
+            return
+        away = self.rows()[: len(self) - keep]
+        if self.shelf.put(away):
             for key in list(self)[: len(away)]:
                 super().__delitem__(key)
 

@@ -138,6 +138,13 @@ async def test_of_a_request_that_is_refused_the_error_is_kept(tmp_path: Path) ->
     assert closed["answer_body"] == answer.text
 
 
+def rows(query: str) -> list[Any]:
+    """What DuckDB says."""
+    found = duckdb.sql(query)
+    assert found is not None
+    return found.fetchall()
+
+
 async def test_duckdb_reads_segments_as_they_are(tmp_path: Path) -> None:
     answers = iter(range(100))
 
@@ -156,9 +163,7 @@ async def test_duckdb_reads_segments_as_they_are(tmp_path: Path) -> None:
         folder = tmp_path / "r"
         assert len(list(folder.glob("*.jsonl"))) > 3
         table = f"read_json('{folder}/*.jsonl', union_by_name = true)"
-        columns = {
-            name: kind.replace('"', "") for name, kind, *_ in duckdb.sql(f"DESCRIBE SELECT * FROM {table}").fetchall()
-        }
+        columns = {name: kind.replace('"', "") for name, kind, *_ in rows(f"DESCRIBE SELECT * FROM {table}")}
         expected = {
             "index": "BIGINT", "seed": "BIGINT", "status": "BIGINT", "seconds": "DOUBLE", "time": "DOUBLE",
             "identity": "VARCHAR", "stream": "BOOLEAN", "request_body": "VARCHAR", "key": "VARCHAR",
@@ -171,9 +176,9 @@ async def test_duckdb_reads_segments_as_they_are(tmp_path: Path) -> None:
             FROM {table} o JOIN {table} c USING (run, session, identity, index)
             WHERE o.event = 'opened' AND c.event = 'closed' ORDER BY o.index
         """
-        rows = duckdb.sql(query).fetchall()
-    assert [(index, prompt, text) for index, _, prompt, text in rows] == [(n, 3, f"{n}") for n in range(20)]
-    assert [seed == 2**62 for _, seed, _, _ in rows] == [bool(n % 3) for n in range(20)]
+        found = rows(query)
+    assert [(index, prompt, text) for index, _, prompt, text in found] == [(n, 3, f"{n}") for n in range(20)]
+    assert [seed == 2**62 for _, seed, _, _ in found] == [bool(n % 3) for n in range(20)]
 
 
 async def test_jq_reads_segments_as_they_are(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from gateway.core.canonical import raw
-from gateway.core.types import Headers, Request
+from gateway.core.types import Request
 from gateway.runs import Run
 from gateway.sessions import Sessions
 from gateway.settings import InvalidSettings, Settings
@@ -256,10 +256,10 @@ class Witness:
     seen: list[list[str]] = field(default_factory=list)
     got: bytes = b""
 
-    def reply(self, status: int, headers: Headers, body: bytes) -> None:
+    def reply(self, status: int, headers: bytes, body: bytes) -> None:
         self.write(body)
 
-    def start(self, status: int, headers: Headers, length: int | None = None) -> None:
+    def start(self, status: int, headers: bytes, length: int | None = None) -> None:
         self.started = True
 
     def write(self, data: bytes) -> None:

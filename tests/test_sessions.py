@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import random
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 
 from gateway import schemes
 from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, chat, completion, gateway, polite, pool
-from tests.test_runs import serving
+from tests.processes import serving
 
 CHAT = "/v1/chat/completions"
 UUID = "2f1b3c4d-5e6f-4a1b-8c2d-9e0f1a2b3c4d"
@@ -713,17 +712,34 @@ async def test_who_reads_a_run_sees_all_that_has_ended() -> None:
         assert any(b'"last"' in file.read_bytes() for file in folder.glob("*.jsonl"))
 
 
+async def test_what_ended_long_ago_is_gone_and_its_ordinal_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.sessions.PAST", 2)
+    async with gate_of(limits={"sessions": 3}) as (_, gate):
+        for number in range(12):
+            made = await create(gate, f"a{number}")
+            await gate.http.delete(f"/sessions/{made['session_id']}")
+        assert len(gate.gateway.sessions._sessions) == 3
+        assert len(gate.gateway.sessions._past[gate.gateway.run]) <= 2
+        for number in (0, 5, 11):
+            answer = await gate.http.post(f"/sessions/a{number}{CHAT}", json=chat(), headers=bearer(None))
+            assert answer.status_code in (401, 410)
+        assert refused(await gate.http.post(f"/sessions/a0{CHAT}", json=chat())) == (410, "session_ended")
+        assert (await gate.http.post(f"/sessions/new{CHAT}", json=chat())).status_code == 200
+        assert (await create(gate, "a0"))["session_id"] == "a0-1"
+
+
 async def test_kill_9_after_the_answer_loses_no_session(tmp_path: Path) -> None:
     async with FakeWorker() as worker:
-        process, url = await serving(tmp_path, worker.url)
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+        config = json.dumps({"run": "r", "pools": [pool("policy", worker.url)]})
+        async with serving(tmp_path, config) as gate:
+            http = gate.http
             told = (await http.post("/sessions", json={"identity": "a", "seed": 7})).json()
             over = (await http.post("/sessions", json={"identity": "b"})).json()
             await http.delete("/sessions/b")
-        process.send_signal(signal.SIGKILL)
-        await process.wait()
-        process, url = await serving(tmp_path, worker.url)
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            gate.process.kill()
+            await gate.process.wait()
+        async with serving(tmp_path, config) as gate:
+            http = gate.http
             answer = await http.post(CHAT, json=chat(), headers=bearer(told["api_key"]))
             assert said(answer) == ("a:0", v1("a", 0, 7))
             assert refused(await http.post(CHAT, json=chat(), headers=bearer(over["api_key"]))) == (
@@ -731,5 +747,3 @@ async def test_kill_9_after_the_answer_loses_no_session(tmp_path: Path) -> None:
                 "session_ended",
             )
             assert (await http.post("/sessions", json={"identity": "a"})).json()["session_id"] == "a-1"
-        process.terminate()
-        assert await process.wait() == 0
