@@ -87,6 +87,14 @@ def test_sessions_do_not_follow_from_each_other(compared: Compare) -> None:
     assert [root for *_, root in told(compared(a, b))] == [True, True]
 
 
+def test_of_two_that_changed_places_neither_follows_from_the_other(compared: Compare) -> None:
+    a = [request("s", turn) for turn in range(3)]
+    b = [request("s", 0, prompt="s 1"), request("s", 1, prompt="s 0"), request("s", 2)]
+    found = compared(a, b)
+    assert told(found) == [(0, "other-order", True), (1, "other-order", True)]
+    assert [each.siblings for each in found.kept] == [(0, 1), (0, 1)]
+
+
 # --- which is the first
 
 
@@ -110,6 +118,21 @@ def test_in_content_order_the_first_is_the_first_by_name_and_what_follows_is_tol
     assert found.first.one.identity == "s/" + "e" * 16
     assert found.first.b is not None
     assert found.first.b.identity == "s/" + "b" * 16
+
+
+def test_of_siblings_in_content_order_the_first_is_the_first_by_name_not_by_time(compared: Compare) -> None:
+    def siblings(*digests: str) -> list[Records]:
+        return beside(
+            *[
+                request("s", 0, identity=f"s/{digest * 16}", prompt=digest, order="content", content=digest * 32)
+                for digest in digests
+            ]
+        )
+
+    found = compared(siblings("f", "e"), siblings("d", "c"))
+    assert [each.root for each in found.kept] == [True, True]
+    assert found.first is not None
+    assert found.first.one.identity == "s/" + "e" * 16
 
 
 def test_prompts_of_no_session_have_nothing_to_do_with_each_other(compared: Compare) -> None:
