@@ -86,6 +86,8 @@ class JointSessions(Sessions):
 
     def serve(self, run: str, ledger: Ledger) -> None:
         self._ledgers[run] = ledger
+        # Others may have the run's folder too.
+        self._put_by(run, ledger.file.with_suffix(".sessions.db"))
         self._events[run] = Events(self._link, run, self._limit, self._retention, _Witness(self, run))
 
     async def close(self) -> None:
@@ -173,6 +175,11 @@ class JointSessions(Sessions):
         record = rewarded_record(session, interaction, reward)
         self._ledgers[run].opened({**record, "session_reward": session.reward})
 
+    def hold(self, session: Session, pool: str, version: str) -> None:
+        super().hold(session, pool, version)
+        run, name = session.place
+        self._events[run].tell("hold", name, pool, version)
+
     def enter(self, session: Session, interaction: Interaction | None = None) -> Interaction | None:
         self._busy[session] = None
         return super().enter(session, interaction)
@@ -244,7 +251,13 @@ class JointSessions(Sessions):
         if session.state == "open":
             self._close(session, why)
 
-    def known(self, run: str) -> Iterator[Words]:
+    def held(self, run: str, name: str, pool: str, version: str) -> None:
+        """Know to what weights a session is held: it may have met others here at the same moment."""
+        session = self._sessions.get((run, name))
+        if session is not None:
+            session.held[pool] = version
+
+    def known(self, run: str) -> Iterator[tuple[str, Words]]:
         """All that is known of a run, as the store is told again."""
         told: set[Group] = set()
         for session in [session for session in self._sessions.values() if session.known.run == run]:
@@ -258,7 +271,9 @@ class JointSessions(Sessions):
             for member in members:
                 words += (member.known.identity, (member.key or b"").hex(), orjson.dumps(_about(member)))
             words += (b"" if member.state == "open" else orjson.dumps(member.why) for member in members)
-            yield words
+            yield "retell", words
+            for pool, version in session.held.items():
+                yield "hold", (session.known.session, pool, version)
 
 
 class _Witness:
@@ -272,6 +287,8 @@ class _Witness:
         if event["event"] == "created":
             told = [(each["key"], each["about"]) for each in event["sessions"]]
             self._sessions.created(self._run, event["ordinal"], told)
+        elif event["event"] == "held":
+            self._sessions.held(self._run, event["session"], event["pool"], event["version"])
         else:
             self._sessions.ended(self._run, event["session"], event["why"])
 
@@ -285,10 +302,13 @@ class _Witness:
             members = sorted(together.values(), key=lambda kept: kept.about["member"] or 0)
             self._sessions.created(self._run, ordinal, [(kept.key, kept.about) for kept in members])
             for kept in members:
+                name = numbered(kept.about["identity"], ordinal)
+                for pool, version in kept.held.items():
+                    self._sessions.held(self._run, name, pool, version)
                 if kept.ended:
-                    self._sessions.ended(self._run, numbered(kept.about["identity"], ordinal), kept.why)
+                    self._sessions.ended(self._run, name, kept.why)
 
-    def known(self) -> Iterable[Words]:
+    def known(self) -> Iterable[tuple[str, Words]]:
         return self._sessions.known(self._run)
 
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import count
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import structlog
@@ -584,7 +585,7 @@ class Sessions:
     def serve(self, run: str, ledger: Ledger) -> None:
         """Know the sessions of a run that was opened, and record in this ledger what becomes of them."""
         self._ledgers[run] = ledger
-        self._past[run] = Entries(Shelf(ledger.file.parent / "sessions.db"), b"", int, int)
+        self._put_by(run, ledger.file.parent / "sessions.db")
         created, ended = self._noted.pop(run)
         for session in whole(created.values()):
             self._take(session)
@@ -592,6 +593,10 @@ class Sessions:
             session = self._sessions.get((run, name)) or Session(Known(run, name, name), None)
             self._sessions[session.place] = session
             self._close(session, why)
+
+    def _put_by(self, run: str, file: Path) -> None:
+        """Have a file for what is remembered of a run and not needed now."""
+        self._past[run] = Entries(Shelf(file), b"", int, int)
 
     def end_run(self, run: str) -> None:
         """A run is served no more."""

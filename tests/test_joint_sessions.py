@@ -290,6 +290,23 @@ async def test_a_store_that_forgot_is_told_again_by_whoever_knows(
                 await until(lambda: one.get("a-1") and two.get("a-1"))
 
 
+async def test_what_weights_a_group_met_first_holds_wherever_its_members_ask(tmp_path: Path) -> None:
+    async with RedisServer() as server, desks(server.url, tmp_path) as (one, two):
+        _, of_group = await one.create("g", group_size=2, weights="hold")
+        _, [alone] = await two.create("alone", weights="hold")
+        first, other = await one.find(of_group[0]), await two.find(of_group[1])
+        # Each meets another version at the same moment: one of the two holds for all.
+        one.sessions.hold(first, "policy", "step-1")
+        two.sessions.hold(other, "policy", "step-2")
+        two.sessions.hold(await two.find(alone), "policy", "step-3")
+        await until(lambda: first.held == other.held)
+        assert first.held["policy"] in ("step-1", "step-2")
+        assert (await one.find(alone)).held == {"policy": "step-3"}
+        async with desks(server.url, tmp_path, 1) as (three,):
+            assert (await three.find(of_group[0])).held == first.held
+            assert (await three.find(alone)).held == {"policy": "step-3"}
+
+
 async def test_a_session_is_idle_only_if_no_gateway_uses_it(tmp_path: Path) -> None:
     async with RedisServer() as server, desks(server.url, tmp_path, sessions={"idle_seconds": 0.6}) as (one, two):
         _, [used] = await one.create("used")

@@ -39,6 +39,7 @@ class Kept(NamedTuple):
     about: dict[str, Any]
     ended: bool
     why: str | None
+    held: dict[str, str]
 
 
 class Witness(Protocol):
@@ -50,8 +51,8 @@ class Witness(Protocol):
     def found(self, sessions: Iterable[Kept]) -> None:
         """All sessions that there are."""
 
-    def known(self) -> Iterable[Words]:
-        """All that it knows, as the script's `retell` takes it."""
+    def known(self) -> Iterable[tuple[str, Words]]:
+        """All that it knows, as operations of the script."""
 
 
 class Events:
@@ -141,8 +142,8 @@ class Events:
         async with self._beginning:
             if self._memory != before:
                 return
-            for words in self._witness.known():
-                await self._ask("retell", *words)
+            for operation, words in self._witness.known():
+                await self._ask(operation, *words)
             memory, number, *_ = await self._ask("since")
             kept, cursor = [], b"0"
             while True:
@@ -173,5 +174,12 @@ class Events:
 
 
 def _kept(words: Sequence[Any]) -> Kept:
-    ordinal, key, about, why = words
-    return Kept(ordinal, key.decode(), orjson.loads(about), why != b"", orjson.loads(why) if why else None)
+    ordinal, key, about, why, held = words
+    return Kept(
+        ordinal,
+        key.decode(),
+        orjson.loads(about),
+        why != b"",
+        orjson.loads(why) if why else None,
+        {pool.decode(): version.decode() for pool, version in zip(held[::2], held[1::2], strict=True)},
+    )

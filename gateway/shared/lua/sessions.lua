@@ -19,6 +19,7 @@
 -- sessions:trouble  hash: session → why its last request was not delivered, as JSON
 -- session:{id}:recent   hash: number → its delivered requests, the last, as JSON; r:request id, a:answer id → number
 -- session:{id}:rewards  hash: identity, NUL, index → reward
+-- session:{id}:held, group:{id}:held  hash: pool → the version of the weights that was met first
 
 local root, state = KEYS[1], KEYS[2]
 local operation, memory, last = ARGV[1], ARGV[2], tonumber(ARGV[3])
@@ -42,6 +43,10 @@ local function detail(session, part)
     return root .. 'session:' .. session .. ':' .. part
 end
 
+local function held_by(session, group)
+    return group == '' and detail(session, 'held') or root .. 'group:' .. group .. ':held'
+end
+
 local function tell(text)
     local number = call('HINCRBY', ABOUT, 'number', 1)
     call('XADD', STREAM, 'MAXLEN', '~', EVENTS, number .. '-0', 'e', text)
@@ -61,7 +66,7 @@ end
 local function forget(session)
     local created = call('HGET', ALL, session)
     call('HDEL', ENDED, session)
-    call('DEL', detail(session, 'recent'), detail(session, 'rewards'))
+    call('DEL', detail(session, 'recent'), detail(session, 'rewards'), detail(session, 'held'))
     if not created then
         return
     end
@@ -72,6 +77,7 @@ local function forget(session)
     end
     if group ~= '' and call('HINCRBY', GROUPS, group, -1) <= 0 then
         call('HDEL', GROUPS, group)
+        call('DEL', held_by(session, group))
     end
 end
 
@@ -191,6 +197,23 @@ function operations.finish()
     return { 'done', why }
 end
 
+-- session, pool, version: it has met these weights. What it or its group has met first, holds.
+function operations.hold()
+    local session, pool, version = ARGV[FIRST], ARGV[FIRST + 1], ARGV[FIRST + 2]
+    local created = call('HGET', ALL, session)
+    if not created then
+        return {}
+    end
+    local _, _, group = cmsgpack.unpack(created)
+    local held = held_by(session, group)
+    if call('HSETNX', held, pool, version) == 1 then
+        local what = '"pool":' .. json(pool) .. ',"version":' .. json(version)
+        tell('{"event":"held","session":' .. json(session) .. ',' .. what .. '}')
+    end
+    call('PEXPIRE', held, kept)
+    return {}
+end
+
 -- session, trouble as JSON or nothing, then of a delivered request that samples: identity, index, request id, answer id
 function operations.left()
     local session, trouble = ARGV[FIRST], ARGV[FIRST + 1]
@@ -285,13 +308,16 @@ function operations.sweep()
     return due
 end
 
--- a cursor. Gives the next, then for each session its id, ordinal, key, what it was created with, and why it ended.
+-- a cursor. Gives the next, then for each session its ordinal, key, what it was created with, why it ended, and to what
+-- weights it is held.
 function operations.all()
     local found = call('HSCAN', ALL, ARGV[FIRST], 'COUNT', 500)
     local told = { found[1] }
     for each = 1, #found[2], 2 do
-        local ordinal, key, _, about = cmsgpack.unpack(found[2][each + 1])
-        told[#told + 1] = { ordinal, key, about, call('HGET', ENDED, found[2][each]) or '' }
+        local session = found[2][each]
+        local ordinal, key, group, about = cmsgpack.unpack(found[2][each + 1])
+        local held = call('HGETALL', held_by(session, group))
+        told[#told + 1] = { ordinal, key, about, call('HGET', ENDED, session) or '', held }
     end
     return told
 end
