@@ -13,7 +13,7 @@ import pytest
 from gateway.cli import main
 from gateway.evidence import canaries, verify
 from gateway.evidence.canaries import First
-from gateway.evidence.endpoints import Answer, vllm
+from gateway.evidence.endpoints import Answer, sglang, vllm
 from gateway.settings import Settings
 from gateway.sim import SimServer, SimSettings
 from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
@@ -31,13 +31,14 @@ def loaded(folder: Path, *pools: dict[str, Any]) -> Settings:
 
 
 @pytest.fixture
-def chat_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One route of vLLM's: the canaries are the same on each."""
-    monkeypatch.setattr(vllm, "SAMPLING", vllm.SAMPLING[:1])
-    monkeypatch.setattr(vllm, "SCORING", vllm.SCORING[:1])
+def one_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chat, or classify: the canaries are the same on each route."""
+    for engine in (vllm, sglang):
+        monkeypatch.setattr(engine, "SAMPLING", engine.SAMPLING[:1])
+        monkeypatch.setattr(engine, "SCORING", engine.SCORING[:1])
 
 
-async def verified(folder: Path, *pools: dict[str, Any], lanes: bool = True, budget: float = 60.0) -> dict[str, Any]:
+async def verified(folder: Path, *pools: dict[str, Any], lanes: bool = True, budget: float = 600.0) -> dict[str, Any]:
     """The report."""
     return verify.report(await verify.examine(loaded(folder, *pools), budget, lanes, lambda: None))
 
@@ -70,7 +71,7 @@ async def test_an_engine_that_repeats_passes_on_each_route(engine: str, tmp_path
     ]
 
 
-@pytest.mark.usefixtures("chat_alone")
+@pytest.mark.usefixtures("one_route")
 async def test_company_really_shares_the_batch_unless_the_lane_keeps_it_out(tmp_path: Path) -> None:
     async with simulated("vllm") as engine:
         await verified(tmp_path, pool("policy", engine.url, lane=ONE_EACH))
@@ -79,7 +80,7 @@ async def test_company_really_shares_the_batch_unless_the_lane_keeps_it_out(tmp_
         assert engine.engine.counters.peak_running >= canaries.CROWDS[-1]
 
 
-@pytest.mark.usefixtures("chat_alone")
+@pytest.mark.usefixtures("one_route")
 async def test_an_engine_that_hangs_on_its_batch_fails_in_company_and_passes_behind_a_lane(tmp_path: Path) -> None:
     async with simulated("vllm", batch_dependent=True, prefix_cache=False) as engine:
         open_ = await verified(tmp_path, pool("policy", engine.url))
@@ -92,14 +93,14 @@ async def test_an_engine_that_hangs_on_its_batch_fails_in_company_and_passes_beh
     assert not any("--no-lane" in line for line in bare["cannot_tell"])
 
 
-@pytest.mark.usefixtures("chat_alone")
+@pytest.mark.usefixtures("one_route")
 async def test_a_prefix_cache_that_changes_answers_is_found_behind_a_lane_too(tmp_path: Path) -> None:
     async with simulated("vllm", batch_dependent=True, prefix_cache=True) as engine:
         report = await verified(tmp_path, pool("policy", engine.url, lane=ONE_EACH))
     assert outcomes(report, CHAT) == PASSED | {"cold-warm": "failed"}
 
 
-@pytest.mark.usefixtures("chat_alone")
+@pytest.mark.usefixtures("one_route")
 async def test_what_differs_is_counted_and_shown(tmp_path: Path) -> None:
     async with simulated("vllm", batch_dependent=True, prefix_cache=False) as engine:
         report = await verified(tmp_path, pool("policy", engine.url))
@@ -136,6 +137,7 @@ async def test_clones_are_found(tmp_path: Path) -> None:
     assert not report["passed"]
 
 
+@pytest.mark.usefixtures("one_route")
 @pytest.mark.parametrize(("engine", "route"), [("vllm", "/classify"), ("sglang", "/classify")])
 async def test_scores_are_compared_to_the_last_bit(engine: str, route: str, tmp_path: Path) -> None:
     role = {"role": "reward", "engine": engine}
@@ -147,7 +149,7 @@ async def test_scores_are_compared_to_the_last_bit(engine: str, route: str, tmp_
     assert outcomes(bare, route) == SCORED | {"crowded": "failed", "batched": "failed"}
 
 
-@pytest.mark.usefixtures("chat_alone")
+@pytest.mark.usefixtures("one_route")
 async def test_a_warm_score_that_differs_is_found(tmp_path: Path) -> None:
     async with simulated("vllm", role="reward", batch_dependent=True) as scorer:
         report = await verified(tmp_path, pool("policy", scorer.url, role="reward"))
@@ -159,18 +161,20 @@ async def test_replicas_that_answer_differently_are_found(tmp_path: Path) -> Non
 
     def answering(text: str) -> Any:
         async def script(seen: Seen, reply: Reply) -> None:
-            reply.json(completion(f"{text} {seen.json['seed']}"))
+            said = f"{text} {seen.json['seed']}"
+            reply.json(completion(said) if seen.target == CHAT else {"choices": [{"text": said}]})
 
         return script
 
     async with FakeWorker(answering("one")) as one, FakeWorker(answering("other")) as other:
         report = await verified(tmp_path, pool("policy", one.url, other.url, engine="openai"))
-    assert outcomes(report, CHAT) == PASSED
-    (across,) = report["pools"]["policy"]["across"]
-    assert (across["outcome"], across["distinct"], across["of"]) == ("failed", 2, 2)
+    assert all(replica["passed"] for replica in report["pools"]["policy"]["replicas"].values())
+    across = report["pools"]["policy"]["across"]
+    assert [(each["outcome"], each["distinct"], each["of"]) for each in across] == [("failed", 2, 2)] * 2
     assert not report["passed"]
 
 
+@pytest.mark.usefixtures("one_route")
 @pytest.mark.parametrize(
     ("simulated_role", "settings"),
     [("reward", {}), ("generate", {"engine": "vllm"})],
@@ -205,7 +209,7 @@ async def test_a_route_that_is_not_served_fails_nobody(tmp_path: Path) -> None:
         assert not (await verified(tmp_path, pool("policy", engine.url)))["passed"], "nothing was tried"
 
 
-@pytest.mark.usefixtures("chat_alone")
+@pytest.mark.usefixtures("one_route")
 @pytest.mark.parametrize("fault", [{"reset_before_head": True}, {"status": 500}, {"status": 401}])
 async def test_an_answer_that_breaks_is_told_and_passes_nowhere(fault: dict[str, Any], tmp_path: Path) -> None:
     async with simulated("vllm") as engine:
@@ -215,6 +219,7 @@ async def test_an_answer_that_breaks_is_told_and_passes_nowhere(fault: dict[str,
     assert not report["passed"]
 
 
+@pytest.mark.usefixtures("one_route")
 async def test_what_the_budget_does_not_reach_is_skipped_and_not_passed(tmp_path: Path) -> None:
     async with simulated("vllm") as engine:
         report = await verified(tmp_path, pool("policy", engine.url), budget=0.0)
@@ -224,7 +229,7 @@ async def test_what_the_budget_does_not_reach_is_skipped_and_not_passed(tmp_path
     assert "Nothing of what was skipped for the budget." in report["cannot_tell"]
 
 
-@pytest.mark.usefixtures("chat_alone")
+@pytest.mark.usefixtures("one_route")
 async def test_a_pass_lifts_unverified_from_a_running_gateway_and_a_failure_is_held_against_the_engine(
     tmp_path: Path,
 ) -> None:
@@ -235,7 +240,7 @@ async def test_a_pass_lifts_unverified_from_a_running_gateway_and_a_failure_is_h
     async def verdict(gate: Gate, *settings: dict[str, Any]) -> int:
         file = tmp_path / "gateway.yaml"
         file.write_text(json.dumps({"pools": list(settings), "ledger": {"path": str(tmp_path)}}))
-        return await asyncio.to_thread(main, ["verify", "--config", str(file)])
+        return await asyncio.to_thread(main, ["verify", "--config", str(file), "--budget", "10m"])
 
     kept: dict[str, Any] = {"ledger": {"path": tmp_path}, "health": {"interval": 0.02}}
     async with simulated("vllm", batch_dependent=True, prefix_cache=False) as engine:
@@ -256,7 +261,7 @@ async def test_a_pass_lifts_unverified_from_a_running_gateway_and_a_failure_is_h
             assert await guarantee(gate) == "none; engine-not-deterministic"
 
 
-@pytest.mark.usefixtures("chat_alone")
+@pytest.mark.usefixtures("one_route")
 async def test_the_command_reports_as_text_json_and_junit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,7 +270,7 @@ async def test_the_command_reports_as_text_json_and_junit(
         file = tmp_path / "gateway.yaml"
         file.write_text(json.dumps({"pools": [pool("policy", engine.url)], "ledger": {"path": str(tmp_path)}}))
         arguments = ["verify", "--config", str(file), "--json", str(tmp_path / "report.json")]
-        arguments += ["--junit", str(tmp_path / "report.xml"), "--budget", "1m"]
+        arguments += ["--junit", str(tmp_path / "report.xml"), "--budget", "10m"]
         assert await asyncio.to_thread(main, arguments) == 1
     out = capsys.readouterr().out
     assert "passed /v1/chat/completions: seed-repeats 1 of 3, seeds-differ 4 of 4" in out
