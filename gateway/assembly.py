@@ -33,7 +33,7 @@ class Gateway:
         store = self._store = stores.build(settings, self.telemetry.store_errors.add)
         self._joint: Any = None
         if store.shared:
-            self._joint = import_module("gateway.joint").Joint(settings, store, self.fleet)
+            self._joint = import_module("gateway.joint").Joint(settings, store, self.fleet, self.telemetry)
         self.sessions: Sessions = self._joint.sessions if store.shared else Sessions(settings, store)
         self.runs = Runs(settings, store, self.sessions, self.telemetry.ledger_errors.add, resume=resume, new=new_run)
         self.run = self.runs.own.name

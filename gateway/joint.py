@@ -12,17 +12,18 @@ from gateway.joint_lanes import JointLanes
 from gateway.joint_sessions import JointSessions
 from gateway.settings import Settings
 from gateway.stores.redis import RedisStore
+from gateway.telemetry import Telemetry
 
 
 class Joint:
     """Takes the lanes of a fleet and the sessions of a gateway into the store."""
 
-    def __init__(self, settings: Settings, store: RedisStore, fleet: Fleet) -> None:
+    def __init__(self, settings: Settings, store: RedisStore, fleet: Fleet, telemetry: Telemetry) -> None:
         timeouts = settings.timeouts
         self.sessions = JointSessions(settings, store, store.link, timeouts.run)
         self._lanes: list[JointLanes] = []
         for pool in fleet:
-            lanes = pool.lanes = JointLanes(pool.lanes, store.link, timeouts.gateway)
+            lanes = pool.lanes = JointLanes(pool.lanes, store.link, timeouts.gateway, telemetry)
             if lanes.scope != "none":
                 self._lanes.append(lanes)
 

@@ -15,6 +15,7 @@ from gateway.core.strangers import Tally
 from gateway.lanes import Lane, Lanes, Place, Rank
 from gateway.shared.lanes import Claim, Places
 from gateway.shared.link import Link
+from gateway.telemetry import Telemetry
 
 
 @dataclass(slots=True, eq=False)
@@ -65,10 +66,11 @@ class JointLanes(Lanes):
 
     shared = True
 
-    def __init__(self, alone: Lanes, link: Link, seconds: float) -> None:
+    def __init__(self, alone: Lanes, link: Link, seconds: float, telemetry: Telemetry) -> None:
         super().__init__(alone.pool, alone.scope, alone.limit, alone.queue, episodes=alone.episodes)
         self.places = Places(link, self.pool, self.limit or 0, self.queue, seconds, apart=self.apart)
         self.places.inherit = self._inherit
+        self._telemetry = telemetry
 
     @property
     def waiting(self) -> int:
@@ -100,6 +102,7 @@ class JointLanes(Lanes):
 
     def _inherit(self, claim: Claim) -> None:
         assert self.heir is not None
+        self._telemetry.takeovers.add(self.pool)
         lane = JointLane(claim.lane, self.places, claim.replica)
         self.heir(lane, JointPlace((0, 0, (), 0), taken=True, claim=claim), claim.replica)
 

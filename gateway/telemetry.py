@@ -118,6 +118,9 @@ class Telemetry:
         )
         self.store_errors = Counter("detgate_store_errors", "Calls to the store that failed.")
         self.ledger_errors = Counter("detgate_ledger_errors", "Records that could not be written.")
+        self.takeovers = Counter(
+            "detgate_lane_takeovers", "Places in lanes that were taken over from a gateway that has gone.", ("pool",)
+        )
         self.worker_restarts = Counter("detgate_worker_restarts", "Workers that died and were replaced.")
         self.overhead = Histogram(
             "detgate_overhead_seconds", "Time that the gateway itself added to a request.", OVERHEAD

@@ -32,6 +32,7 @@ SERIES = {
     "detgate_store_errors": set(),
     "detgate_ledger_errors": set(),
     "detgate_worker_restarts": set(),
+    "detgate_lane_takeovers": {"pool"},
 }
 
 

@@ -272,6 +272,7 @@ async def test_one_reward_at_a_time_over_three_gateways_of_which_one_is_killed(t
             os.kill((await pids(gate, 3))[1], signal.SIGKILL)
             statuses = await asyncio.wait_for(asyncio.gather(*scores), 60)
             assert (set(statuses), most) == ({200}, 1)
+            assert (await fresh.numbers()).get("detgate_lane_takeovers_total[('pool', 'rm')]", 0) <= 1
 
             # Without the process that started them they drain.
             gate.signal(signal.SIGKILL)
