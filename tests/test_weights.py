@@ -11,8 +11,10 @@ import httpx
 import pytest
 
 from tests.harness import FakeWorker, Gate, Reply, Seen, Wire, chat, completion, delta, gateway, pool
+from tests.redis_server import RedisServer
 from tests.test_groups import Line, keys, lane, send
 from tests.test_sessions import CHAT, ask, bearer, create, left_behind, lines, refused, said
+from tests.test_workers import config, ready
 
 SGLANG: dict[str, Any] = {"engine": "sglang", "deterministic": "declared"}
 
@@ -360,3 +362,29 @@ async def test_a_pause_does_not_end_the_turns_of_a_group() -> None:
         assert line.most == 1
         exported = lines(await gate.http.get(f"/admin/runs/{gate.gateway.run}/requests"))
         assert len(exported) == 3
+
+
+async def test_workers_change_weights_together(tmp_path: Path) -> None:
+    """Whichever of them is asked, it waits for what is in flight in the other, and both hold back what comes."""
+    line = Line()
+    async with RedisServer() as server, FakeWorker(line) as worker:
+        async with ready(tmp_path, config(server, pool("policy", worker.url))) as (_, fresh):
+            for number in range(4):
+                before = len(line.came)
+                first = asyncio.create_task(fresh.ask("POST", f"/sessions/a{number}{CHAT}", json=chat("first")))
+                async with asyncio.timeout(20):
+                    while line.running == 0:  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
+                    change = asyncio.create_task(fresh.ask("POST", "/admin/weights", json={"version": str(number)}))
+                    while (await fresh.numbers())["detgate_paused[('pool', 'policy')]"] == 0:
+                        pass
+                    second = asyncio.create_task(fresh.ask("POST", f"/sessions/b{number}{CHAT}", json=chat("second")))
+                    while (await fresh.numbers())["detgate_paused_waiting[('pool', 'policy')]"] == 0:
+                        pass
+                    assert (line.came[before:], change.done()) == (["first"], False)
+                    line.let(2)
+                    assert (await change).status_code == 200
+                    assert [(await task).status_code for task in (first, second)] == [200, 200]
+                for _ in range(6):
+                    shown = (await fresh.ask("GET", "/admin/weights")).json()["policy"]
+                    assert (shown["version"], shown["paused"]) == (str(number), False)
