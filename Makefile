@@ -6,7 +6,7 @@ ARGS ?=
 PYTEST_ARGS ?= -n auto
 
 .DEFAULT_GOAL := help
-.PHONY: help test-kill test-soak run test lint lock vectors sim-routing test-vllm test-sglang test-streams test-image clean
+.PHONY: help test-kill test-soak run test lint lock vectors sim-routing test-vllm test-sglang test-streams test-redis test-image clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +48,11 @@ test-streams: $(VENV)/dev.stamp ## 2,000 streams through one process while it sa
 
 test-image: $(VENV)/dev.stamp ## the image's build and start commands, without a container engine
 	$(BIN)/python -m pytest tests/deploy/test_container.py $(ARGS)
+
+test-redis: $(VENV)/dev.stamp ## a Redis primary cut and a replica promoted 21 times, a gateway killed 200 times, under load
+	ROUNDS=21 $(BIN)/python -m pytest tests/shared/test_failover.py -n 0 -s --timeout 1800 $(ARGS)
+	ROUNDS=200 $(BIN)/python -m pytest tests/shared/test_kills.py -n 0 -s --timeout 7200 $(ARGS)
+	EXAMPLES=5000 $(BIN)/python -m pytest tests/shared/test_scripts.py tests/shared/test_epochs.py --timeout 1800 $(ARGS)
 
 COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --strip-extras \
 	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' $(ARGS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+
+from tests import ports
 
 
 @dataclass
@@ -57,8 +58,7 @@ class Process:
 @asynccontextmanager
 async def serving(folder: Path, text: str) -> AsyncIterator[Process]:
     """`detgate serve` as a process, ready."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = ports.free()
     file = folder / "gateway.yaml"
     file.write_text(text)
     env = {name: value for name, value in os.environ.items() if not name.startswith("DETGATE_")}

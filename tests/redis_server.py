@@ -10,7 +10,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -24,6 +23,7 @@ import hiredis
 from gateway.shared.address import parse
 from gateway.shared.link import Link
 from gateway.tasks import start, stop
+from tests import ports
 
 MISSING = "redis-server is not installed, and these tests want a real one: apt-get install redis-server, or .ci/run"
 
@@ -42,7 +42,7 @@ class RedisServer:
     def __init__(self, *options: str, port: int | None = None) -> None:
         self.binary = os.environ.get("REDIS_SERVER") or shutil.which("redis-server") or shutil.which("valkey-server")
         assert self.binary is not None, MISSING
-        self.port = port or _free()
+        self.port = port or ports.free()
         self._options = options
         self._folder = tempfile.TemporaryDirectory()
         self._process: subprocess.Popen[bytes] | None = None
@@ -128,12 +128,6 @@ class RedisServer:
 
 _MORE: Any = object()
 pack: Any = hiredis.pack_command
-
-
-def _free() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    return port
 
 
 class Front:

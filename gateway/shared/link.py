@@ -132,7 +132,8 @@ class Link:
         finally:
             if self._wire is not None:
                 self._wire.drop("the gateway stops")
-            self._wire = None
+            self._wire, self.why_down = None, "the gateway stops"
+            self._up.clear()
 
     async def _open(self) -> _Wire:
         address = self.address

@@ -60,7 +60,7 @@ async def met(kept: RedisStore, others: int) -> None:
 
 def vanish(kept: RedisStore) -> None:
     """As when its process is killed: it says nothing any more."""
-    run = kept._runs.pop("run")
+    run = kept._runs["run"]
     run._life.cancel()
     run.part.connection = None
 

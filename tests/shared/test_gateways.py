@@ -245,3 +245,60 @@ async def test_a_url_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         async with gateway(pool("policy", "http://127.0.0.1:1"), run="r", state="redis://:s-1@127.0.0.1:1/x"):
             pass
     assert "s-1" not in str(refused.value)
+
+
+async def failing_on_demand(seen: Seen, reply: Reply) -> None:
+    """Fails where the prompt says so."""
+    if "fail" in seen.body.decode():
+        reply.json({"error": {"message": "no", "type": "x", "code": "x", "param": None}}, 500)
+    else:
+        reply.json(completion())
+
+
+async def test_what_a_store_forgot_while_nobody_served_the_ledger_tells(tmp_path: Path) -> None:
+    async with RedisServer() as server, FakeWorker(failing_on_demand) as worker:
+        kept = {"ledger": {"path": str(tmp_path)}}
+        async with gateways(1, server.url, worker, **kept) as (one,):
+            assert index(await ask(one, "a")) == 0
+            failed = await ask(one, "fail")
+            assert (failed.status_code, failed.headers["x-detgate-index"]) == (500, "1")
+            assert index(await ask(one, "b", Idempotency_Key="K")) == 2
+        await server.ask("FLUSHALL")
+        async with gateways(1, server.url, worker, **kept) as (two,):
+            answer = await ask(two, "c", session="other")
+            assert index(answer) == 0
+            assert index(await ask(two, "b", Idempotency_Key="K")) == 2
+            again = await ask(two, "fail")
+            assert again.headers["x-detgate-index"] == "1"
+            assert index(await ask(two, "c")) == 3
+            records = [record for record in two.records() if record["event"] == "opened"]
+            assert [record["epoch"] for record in records] == [0, 0, 0, 1, 1, 1, 1]
+
+
+async def test_what_is_no_more_in_memory_the_ledger_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.stores.redis.RECENT", 3)
+    held = Held()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        if "held" in seen.body.decode():
+            await held(seen, reply)
+        else:
+            await failing_on_demand(seen, reply)
+
+    async with RedisServer() as server, FakeWorker(script) as worker, gateways(1, server.url, worker) as (gate,):
+        assert index(await ask(gate, "a")) == 0
+        assert (await ask(gate, "fail")).status_code == 500
+        assert index(await ask(gate, "b", Idempotency_Key="K")) == 2
+        live = asyncio.create_task(ask(gate, "held"))
+        await gate.until(lambda: any("held" in seen.body.decode() for seen in worker.seen))
+        await server.ask("FLUSHALL")
+        after = await ask(gate, "c")
+        assert index(after) == 4
+        assert "racing" in after.headers["x-detgate-guarantee"]
+        assert index(await ask(gate, "b", Idempotency_Key="K")) == 2
+        held.go.set()
+        answer = await live
+        assert index(answer) == 3
+        assert "racing" in answer.headers["x-detgate-guarantee"]
+        assert (await ask(gate, "fail")).headers["x-detgate-index"] == "1"
+        assert index(await ask(gate, "held")) == 5
