@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from gateway.core import routing
 from gateway.evidence.diff import compare
 from gateway.evidence.diff_text import as_json
 from gateway.evidence.ledgers import find
@@ -149,6 +151,86 @@ class TestAnEngineThatIsNotBatchInvariant:
         assert set(found["causes"]) == {"other-answer"}
         assert found["first"]["detail"].startswith("equal inputs, another answer: replica policy-0; 1 in flight in A, ")
         assert found["first"]["b"]["in_flight"] > 1
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The same model with a prefix cache."""
+    options = tuple(option for option in AGENT.options if option != "--no-enable-prefix-caching")
+    with servers.running([replace(AGENT, options=options)], tmp_path_factory.mktemp("vllm-cached")) as [started]:
+        yield started
+
+
+class TestEachCause:
+    """All causes but the engine's own in one pair of runs, each in a session of its own."""
+
+    def run(self, agent: Server, engine: Server, folder: Path, second: bool) -> None:
+        lane = {"scope": "pool", "limit": 1}
+        moved = gates.pool("policy", "vllm", [agent.url, agent.url], deterministic="declared", lane=lane)
+        swapped = gates.pool("swapped", "vllm", [engine.url], deterministic="declared", lane=lane)
+        ledger = {"path": str(folder / "ledger"), "bodies": True}
+        fixed = {"slack": "inf", "on_home_down": "next"}
+        with gates.gateway(folder, moved, swapped, ledger=ledger, routing=fixed) as gate:
+            asyncio.run(self.ask(gate.url, second))
+
+    async def ask(self, url: str, second: bool) -> None:
+        def chat(text: str, **more: Any) -> dict[str, Any]:
+            return {"model": "mid-llm", "messages": [{"role": "user", "content": text}], "max_tokens": 8} | more
+
+        async with httpx.AsyncClient(base_url=url, timeout=300) as http:
+
+            async def post(session: str, body: dict[str, Any], pool: str = "policy") -> httpx.Response:
+                headers = {"X-Session-ID": session, "X-Detgate-Pool": pool}
+                answer = await http.post("/v1/chat/completions", json=body, headers=headers)
+                assert answer.status_code == 200, answer.text
+                return answer
+
+            await post("equal", chat("The same."))
+            await post("missing", chat("Always."))
+            if not second:
+                await post("missing", chat("Once."))
+            await post("prompt", chat("Right?" if second else "Left?"))
+            await post("seed", chat("By whose seed?", seed=6 if second else 5))
+            await post("engine", chat("By which engine?"), "swapped")
+            texts = ("right", "left") if second else ("left", "right")
+            first = asyncio.create_task(post("order", chat(texts[0], max_tokens=200, ignore_eos=True)))
+            await self.until(http, "order", 1)
+            await asyncio.gather(first, post("order", chat(texts[1], max_tokens=200, ignore_eos=True)))
+            if second:
+                leaving = asyncio.create_task(post("retries", chat("Asked twice?", max_tokens=200, ignore_eos=True)))
+                await self.until(http, "retries", 1)
+                leaving.cancel()
+                await self.until(http, "retries", 0)
+            await post("retries", chat("Asked twice?", max_tokens=200, ignore_eos=True))
+            if second:
+                home = routing.best("replica:0", ["policy-0", "policy-1"])
+                (await http.post(f"/admin/pools/policy/replicas/{home}/drain")).raise_for_status()
+            await post("replica", chat("Where?"))
+
+    async def until(self, http: httpx.AsyncClient, session: str, requests: int) -> None:
+        """Wait until so many requests of a session are open."""
+        async with asyncio.timeout(60):
+            while True:
+                answer = await http.get(f"/sessions/{session}")
+                if answer.status_code == 200 and answer.json()["open_requests"] == requests:
+                    return
+                await asyncio.sleep(0.05)
+
+    def test_each_is_named(self, agent: Server, cached: Server, tmp_path: Path) -> None:
+        self.run(agent, agent, tmp_path / "a", second=False)
+        self.run(agent, cached, tmp_path / "b", second=True)
+        status, found = diff(tmp_path, "a", "b")
+        assert status == 1
+        assert found["causes"] == {
+            "missing-request": 1,
+            "other-prompt": 1,
+            "other-seed": 1,
+            "other-engine": 1,
+            "other-order": 2,
+            "other-retries": 1,
+            "other-replica": 1,
+        }
+        assert found["downstream"] == {}
 
 
 async def _ask_all(url: str, at_once: int) -> None:

@@ -195,6 +195,11 @@ def test_asked_for_again_is_another_history(compared: Compare) -> None:
     assert found.detail.endswith("policy-0 (answered), asked for 2 times in B")
 
 
+def test_what_was_shared_by_a_retry_is_another_history(compared: Compare) -> None:
+    [found] = compared([request("s", 0)], [request("s", 0), request("s", 0)]).kept
+    assert (found.cause, found.answers_equal) == ("other-retries", True)
+
+
 @pytest.mark.parametrize(
     ("a", "b", "pools", "words"),
     [

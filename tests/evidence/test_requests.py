@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.digits import natural
+from gateway.evidence.bodies import asked
 from gateway.evidence.ledgers import Source, Unusable, find
-from gateway.evidence.requests import Request, Requests, equal_part, merged, request_of, sortable
+from gateway.evidence.requests import Request, Requests, base_of, equal_part, merged, request_of, sortable
 from tests.evidence.ledger import request, write
 
 NAMES = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=12)
@@ -118,6 +119,20 @@ def test_exported_requests_are_read_too(tmp_path: Path) -> None:
     write(tmp_path / "r", request("s", 0))
     [found], [recorded] = read(tmp_path / "export.jsonl"), read(tmp_path / "r")
     assert (found.answer, found.claims, found.outcome) == (recorded.answer, 2, "delivered")
+
+
+def test_only_content_order_puts_a_digest_behind_an_identity() -> None:
+    assert base_of("17:3/0123456789abcdef", "content") == "17:3"
+    assert base_of("17:3/0123456789abcdef", "arrival") == "17:3/0123456789abcdef"
+    assert base_of("17:3/0123456789abcde", "content") == "17:3/0123456789abcde"
+
+
+def test_a_body_is_known_only_if_it_was_kept_whole() -> None:
+    body = {"request_body": "{}", "request_bytes": 2, "request_cut": False}
+    assert asked(body) == b"{}"
+    assert asked(body | {"request_cut": True}) is None
+    assert asked(body | {"request_bytes": 3}) is None
+    assert asked({}) is None
 
 
 def test_torn_lines_are_counted(tmp_path: Path) -> None:
