@@ -369,22 +369,37 @@ async def test_workers_change_weights_together(tmp_path: Path) -> None:
     line = Line()
     async with RedisServer() as server, FakeWorker(line) as worker:
         async with ready(tmp_path, config(server, pool("policy", worker.url))) as (_, fresh):
-            for number in range(4):
-                before = len(line.came)
-                first = asyncio.create_task(fresh.ask("POST", f"/sessions/a{number}{CHAT}", json=chat("first")))
-                async with asyncio.timeout(20):
-                    while line.running == 0:  # noqa: ASYNC110
+
+            async def told(name: str) -> float:
+                return (await fresh.numbers())[f"detgate_{name}[('pool', 'policy')]"]
+
+            for number in range(3):
+
+                def send_one(name: str, of: int = number) -> asyncio.Task[httpx.Response]:
+                    path = f"/sessions/{of}{name}{CHAT}"
+                    return asyncio.create_task(fresh.ask("POST", path, json=chat(name)))
+
+                async with asyncio.timeout(30):
+                    inside = [send_one(str(n)) for n in range(8)]
+                    while line.running < len(inside):  # noqa: ASYNC110
                         await asyncio.sleep(0.02)
-                    change = asyncio.create_task(fresh.ask("POST", "/admin/weights", json={"version": str(number)}))
-                    while (await fresh.numbers())["detgate_paused[('pool', 'policy')]"] == 0:
+                    new = {"version": str(number)}
+                    change = asyncio.create_task(fresh.ask("POST", "/admin/weights", json=new))
+                    while not await told("paused"):
                         pass
-                    second = asyncio.create_task(fresh.ask("POST", f"/sessions/b{number}{CHAT}", json=chat("second")))
-                    while (await fresh.numbers())["detgate_paused_waiting[('pool', 'policy')]"] == 0:
+                    outside = [send_one(f"{n} later") for n in range(8)]
+                    while await told("paused_waiting") < len(outside):
                         pass
-                    assert (line.came[before:], change.done()) == (["first"], False)
-                    line.let(2)
+                    for left in range(len(inside) - 1, 0, -1):
+                        line.let()
+                        while await told("inside") > left:
+                            pass
+                        for _ in range(4):
+                            assert await told("paused")
+                        assert (line.running, change.done()) == (left, False)
+                    line.let(1 + len(outside))
                     assert (await change).status_code == 200
-                    assert [(await task).status_code for task in (first, second)] == [200, 200]
+                    assert {(await task).status_code for task in inside + outside} == {200}
                 for _ in range(6):
                     shown = (await fresh.ask("GET", "/admin/weights")).json()["policy"]
                     assert (shown["version"], shown["paused"]) == (str(number), False)
