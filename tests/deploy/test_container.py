@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -22,6 +22,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.deploy import image
+from tests.deploy.compose import together
 from tests.harness import MODEL, FakeWorker
 
 ROOT = image.ROOT
@@ -35,12 +36,12 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def container(environment: Path, folder: Path, **told: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The start command with the image's variables and those of `docker run --env`, in an empty folder."""
-    variables = image.environment(RUN) | {"DETGATE_LEDGER__PATH": str(folder / "ledger")} | told
-    variables["PATH"] = f"{environment / 'bin'}:{os.environ['PATH']}"
+async def started(
+    command: list[str], folder: Path, variables: dict[str, str]
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process with these variables and no others, ended with the block."""
     process = await asyncio.create_subprocess_exec(
-        *image.command(RUN), cwd=folder, env=variables, stderr=asyncio.subprocess.PIPE
+        *command, cwd=folder, env=variables, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )
     try:
         yield process
@@ -48,6 +49,15 @@ async def container(environment: Path, folder: Path, **told: str) -> AsyncIterat
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+@asynccontextmanager
+async def container(environment: Path, folder: Path, **told: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The start command with the image's variables and those of `docker run --env`, in an empty folder."""
+    variables = image.environment(RUN) | {"DETGATE_LEDGER__PATH": str(folder / "ledger")} | told
+    variables["PATH"] = f"{environment / 'bin'}:{os.environ['PATH']}"
+    async with started(image.command(RUN), folder, variables) as process:
+        yield process
 
 
 def free_port() -> int:
@@ -59,11 +69,15 @@ def free_port() -> int:
 async def healthy(port: int) -> None:
     """Wait until the image's own health check passes."""
     check = json.loads(re.sub(r"^.*CMD (?=\[)", "", image.of(RUN, "HEALTHCHECK")[0]))
-    check[0] = sys.executable
+    await passing(check, DETGATE_PORT=str(port))
+
+
+async def passing(check: list[str], **variables: str) -> None:
+    """Wait until a health check passes."""
     async with asyncio.timeout(30):
         while True:
             asked = await asyncio.create_subprocess_exec(
-                *check, env={"DETGATE_PORT": str(port)}, stderr=asyncio.subprocess.DEVNULL
+                *(sys.executable, *check[1:]), env=variables, stderr=asyncio.subprocess.DEVNULL
             )
             if await asked.wait() == 0:
                 return
@@ -102,6 +116,56 @@ async def test_without_keys_it_refuses_to_listen_and_says_why(environment: Path,
         assert await process.wait() == 2
     assert "auth.api_keys" in said
     assert "insecure" in said
+
+
+@asynccontextmanager
+async def services(environment: Path, folder: Path) -> AsyncIterator[int]:
+    """The services of docker-compose.yml as processes: each its own command, at ports of this machine. Gives the
+    gateway's port when its health check passes."""
+    told = together(["docker-compose.yml"], {})["services"]
+    ports = {name: free_port() for name in ("policy-0", "policy-1", "reward-0", "redis", "gateway")}
+    config = (ROOT / "deploy" / "compose" / "gateway.yaml").read_text()
+    commands = {"redis": [*told["redis"]["command"], "--port", str(ports["redis"]), "--dir", str(folder)]}
+    for name in ("policy-0", "policy-1", "reward-0"):
+        config = config.replace(f"http://{name}:8000", f"http://127.0.0.1:{ports[name]}")
+        commands[name] = ["detgate", *(str(ports[name]) if word == "8000" else word for word in told[name]["command"])]
+    file = folder / "gateway.yaml"
+    file.write_text(config)
+    service = told["gateway"]
+    commands["gateway"] = ["detgate", *(str(file) if word.startswith("/etc/") else word for word in service["command"])]
+    variables = image.environment(RUN) | service["environment"]
+    variables |= {
+        "PATH": f"{environment / 'bin'}:{os.environ['PATH']}",
+        "DETGATE_LEDGER__PATH": str(folder / "ledger"),
+        "DETGATE_PORT": str(ports["gateway"]),
+        "DETGATE_STATE": service["environment"]["DETGATE_STATE"].replace("redis:6379", f"127.0.0.1:{ports['redis']}"),
+    }
+    async with AsyncExitStack() as stack:
+        for command in commands.values():
+            await stack.enter_async_context(started(command, folder, variables))
+        await passing([word.replace(":8000", f":{ports['gateway']}") for word in service["healthcheck"]["test"][1:]])
+        yield ports["gateway"]
+
+
+async def test_the_services_of_compose_find_each_other(environment: Path, tmp_path: Path) -> None:
+    async with services(environment, tmp_path) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+        await all_up(http, 3)
+        body = {"model": "sim-model", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
+        answers = [await http.post("/sessions/s/v1/chat/completions", json=body) for _ in range(2)]
+        assert [answer.headers["x-detgate-index"] for answer in answers] == ["0", "1"]
+        scored = await http.post("/classify", json={"model": "sim-reward", "input": "an answer"})
+        assert scored.headers["x-detgate-replica"] == "reward-0"
+        assert "detgate_requests_total{" in (await http.get("/metrics")).text
+
+
+async def all_up(http: httpx.AsyncClient, count: int) -> None:
+    """Wait until so many replicas are up, and no other is there."""
+    async with asyncio.timeout(30):
+        while True:
+            pools = (await http.get("/readyz")).json()["pools"].values()
+            if [each["state"] for pool in pools for each in pool["replicas"].values()] == ["up"] * count:
+                return
+            await asyncio.sleep(0.1)
 
 
 def test_nothing_but_the_lock_is_installed(environment: Path) -> None:
