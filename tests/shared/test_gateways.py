@@ -96,7 +96,11 @@ async def test_a_retry_at_another_gateway_keeps_index_and_seed() -> None:
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-async def test_in_strict_who_races_at_another_gateway_waits_and_is_woken(deaf: bool) -> None:
+async def test_in_strict_who_races_at_another_gateway_waits_and_is_woken(
+    deaf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not deaf:
+        monkeypatch.setattr("gateway.stores.redis.POLL", 1000.0)
     held = Held()
     async with RedisServer() as server, FakeWorker(held) as worker:
         timeouts = SHORT | {"settle": 30.0}
