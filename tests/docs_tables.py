@@ -31,8 +31,7 @@ from tests.timelines import TIMELINES
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
-NOT_YET = {
-}
+NOT_YET: dict[str, str] = {}
 """Settings that nothing reads yet: the key, and how the code would read it."""
 
 _PART = re.compile(r"(<!-- begin: (\w+)(?: ([^\n]*?))? -->\n).*?(<!-- end -->)", re.S)
