@@ -166,6 +166,7 @@ class Desk:
         group = await self._group(request)
         for session in group.members:
             await self._sessions.refresh(session)
+            await self._store.learn(ScopeKey(*session.place, session.known.identity))
         return self._together(group)
 
     async def end_group(self, request: Request, failed: str | None = None) -> dict[str, Any]:
@@ -189,6 +190,8 @@ class Desk:
         run = self.run(session.known.run if session is not None else names.run, known=True)
         if session is None:
             session = self._sessions.read(visitor, names, run.name)
+        known = Known(run.name, name, name) if session is None else session.known
+        await self._store.learn(ScopeKey(known.run, known.session, known.identity))
         if session is None and not self._store.knows(run.name, name):
             raise NotFound(f"Run {run.name} has no session {name}.", code="session_not_found")
         if session is not None:

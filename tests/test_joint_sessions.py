@@ -290,6 +290,20 @@ async def test_a_store_that_forgot_is_told_again_by_whoever_knows(
                 await until(lambda: one.get("a-1") and two.get("a-1"))
 
 
+async def test_a_store_that_forgot_and_heard_of_more_since_is_told_again_too(tmp_path: Path) -> None:
+    async with RedisServer() as server, desks(server.url, tmp_path) as (one, two):
+        _, [key] = await one.create("a")
+        await two.find(key)
+        for desk in (one, two):
+            await stop(desk.sessions._events[RUN]._following)
+        await server.ask("FLUSHALL")
+        async with desks(server.url, tmp_path, 1) as (three,):
+            for number in range(20):
+                await three.create(f"s{number}")
+            await one.create("b")
+            assert (await three.find(key)).known.session == "a"
+
+
 async def test_what_weights_a_group_met_first_holds_wherever_its_members_ask(tmp_path: Path) -> None:
     async with RedisServer() as server, desks(server.url, tmp_path) as (one, two):
         _, of_group = await one.create("g", group_size=2, weights="hold")

@@ -77,12 +77,15 @@ class Requests:
         self.gateways: set[str] = set()
         """Those that wrote what was found."""
         wanted = None if session is None else b'"session":' + orjson.dumps(session) + b","
-        writers: dict[str, list[Iterator[tuple[dict[str, Any], Span]]]] = {}
+        segments = []
         for number, file in enumerate(self._files):
             offset = since.offset if since is not None and file.name == since.segment else 0
-            segment = _records(file, number, offset, wanted)
-            writers.setdefault(file.stem.rpartition("-")[2], []).append(segment)
-        for _, record, span in heapq.merge(*(_timed(chain(*own)) for own in writers.values()), key=itemgetter(0)):
+            segments.append(_records(file, number, offset, wanted))
+        if any(map(_is_shared, self._files)):
+            timed: Iterable[tuple[float, dict[str, Any], Span]] = heapq.merge(*map(_timed, segments), key=itemgetter(0))
+        else:
+            timed = _timed(chain.from_iterable(segments))
+        for _, record, span in timed:
             self._note(record, span)
 
     def __len__(self) -> int:
@@ -222,8 +225,14 @@ def _records(file: Path, number: int, offset: int, wanted: bytes | None) -> Iter
             offset += len(line)
 
 
+def _is_shared(file: Path) -> bool:
+    """Whether its writer is one of several."""
+    with file.open("rb") as segment:
+        return segment.read(len(_GATEWAY)) == _GATEWAY
+
+
 def _timed(records: Iterable[tuple[dict[str, Any], Span]]) -> Iterator[tuple[float, dict[str, Any], Span]]:
-    """The records of one process, each with its time: never before that of the one before it."""
+    """The records of one process, each with a time that is never before that of the one before it."""
     now = 0.0
     for record, span in records:
         told = record.get("time")

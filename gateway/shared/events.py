@@ -160,8 +160,7 @@ class Events:
         return await self._link.call(SCRIPT, self._keys, self._args(operation, words, -1))
 
     def _args(self, operation: str, words: Words, number: int) -> Words:
-        memory = self._memory or secrets.token_hex(8)
-        return (operation, memory, number, self._kept, self._limit, *words)
+        return (operation, secrets.token_hex(8), number, self._kept, self._limit, *words)
 
     async def _follow(self) -> None:
         while True:

@@ -27,6 +27,7 @@ BEAT = _of_run("beat")
 LEAVE = _of_run("leave")
 SETTLED = Script(read("settled"))
 GATEWAYS = Script(read("gateways"))
+LOOK = Script(read("look"))
 
 
 def keys(run: str, gateway: str) -> tuple[bytes, bytes, bytes]:

@@ -48,6 +48,12 @@ class Store(Protocol):
     def raced(self, scope: ScopeKey, index: int) -> bool:
         """Whether an index that this process holds has raced so far, as far as this process knows."""
 
+    async def learn(self, scope: ScopeKey) -> None:
+        """Know what all processes know of a scope: whether its session has asked, and the next number.
+
+        Raises `StoreFault`.
+        """
+
     def knows(self, run: str, session: str) -> bool:
         """Whether a session has asked for an index, as far as this process knows."""
 

@@ -111,6 +111,9 @@ class MemoryStore:
     def raced(self, key: ScopeKey, index: int) -> bool:
         return index in self._scopes[key].raced
 
+    async def learn(self, key: ScopeKey) -> None:
+        """There is no other process."""
+
     def knows(self, run: str, session: str) -> bool:
         if (run, session) in self._sessions:
             return True

@@ -189,6 +189,9 @@ class RedisStore:
     def raced(self, key: ScopeKey, index: int) -> bool:
         return self._runs[key.run].issued(key, index).raced
 
+    async def learn(self, key: ScopeKey) -> None:
+        await self._run(key.run).learn(key)
+
     def knows(self, run: str, session: str) -> bool:
         return run in self._runs and self._runs[run].knows(session)
 
@@ -269,6 +272,17 @@ class SharedRun:
     def issued(self, key: ScopeKey, index: int) -> Issued:
         """What this process knows of an index that it has a claim on."""
         return self._issued[scope_name(key.session, key.identity), index]
+
+    async def learn(self, key: ScopeKey) -> None:
+        names = session_name(key.session), scope_name(key.session, key.identity)
+        asked, counted = await self._link.call(scripts.LOOK, self._keys, names)
+        if asked:
+            self._sessions[key.session] = None
+            self._bound(self._sessions)
+        if counted is not None:
+            number, kind, *_ = counted.decode().split(",")
+            self._next[key] = None if kind == KINDS["client"] else int(number)
+            self._bound(self._next)
 
     def knows(self, session: str) -> bool:
         return session in self._sessions

@@ -1,0 +1,137 @@
+"""Several whole gateways and the sessions of one run: AReaL's routes, exports, keys, at whichever is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, pool
+from tests.redis_server import RedisServer
+from tests.test_joint_lanes import gateways
+
+CHAT = "/v1/chat/completions"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def post(gate: Gate, path: str, body: Any, key: str = "") -> httpx.Response:
+    return await gate.http.post(path, json=body, headers=bearer(key) if key else {})
+
+
+async def test_an_episode_goes_through_whichever_gateway(tmp_path: Path) -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        shared: dict[str, Any] = {"ledger": {"path": str(tmp_path)}}
+        async with gateways(3, server.url, pool("policy", worker.url), **shared) as (one, two, three):
+            started = (await post(one, "/rl/start_session", {"task_id": "17"})).json()
+            key = started["api_key"]
+            ids = []
+            for gate in (two, three, two):
+                answer = await post(gate, CHAT, chat(str(len(ids))), key)
+                assert (answer.status_code, answer.headers["x-detgate-index"]) == (200, str(len(ids)))
+                ids.append(answer.headers["x-detgate-request-id"])
+            for gate, name, reward in ((one, ids[0], 0.25), (three, ids[1], 0.5), (two, None, 1.0)):
+                given = await post(gate, "/rl/set_reward", {"reward": reward, "interaction_id": name}, key)
+                assert (given.status_code, given.json()["interaction_count"]) == (200, 3), given.text
+            for gate in (one, two, three):
+                told = (await gate.http.get("/sessions/17", headers=bearer(key))).json()
+                assert (told["reward"], told["state"], told["open_requests"], told["next_index"]) == (
+                    1.75,
+                    "open",
+                    0,
+                    3,
+                )
+            ended = await asyncio.gather(*(post(gate, "/rl/end_session", {}, key) for gate in (one, two, three)))
+            assert {answer.status_code for answer in ended} == {200}
+            for gate in (one, two, three):
+                assert (await post(gate, CHAT, chat("late"), key)).status_code == 410
+                assert (await post(gate, "/rl/set_reward", {"reward": 1.0}, key)).status_code == 410
+            # One ledger, read whole at each.
+            for gate in (one, two, three):
+                answer = await gate.http.get("/sessions/17/requests", headers=bearer(key))
+                assert "x-detgate-missing" not in answer.headers
+                lines = [json.loads(line) for line in answer.text.splitlines()]
+                assert [(each["index"], each["reward"], each["session_reward"]) for each in lines] == [
+                    (0, 0.25, 1.75),
+                    (1, 0.5, 1.75),
+                    (2, 1.0, 1.75),
+                ]
+
+
+async def test_a_gateway_with_a_ledger_of_its_own_gives_its_part_and_says_so() -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        async with gateways(2, server.url, pool("policy", worker.url)) as (one, two):
+            for number, gate in enumerate((one, two, one)):
+                await post(gate, f"/sessions/s{CHAT}", chat(str(number)))
+            names = [next(r["gateway"] for r in gate.records() if r["event"] == "gateway") for gate in (one, two)]
+            for path in ("/sessions/s/requests", "/admin/runs/r/requests"):
+                for gate, other, indices in ((one, names[1], [0, 2]), (two, names[0], [1])):
+                    answer = await gate.http.get(path)
+                    assert answer.headers["x-detgate-missing"] == other
+                    assert [json.loads(line)["index"] for line in answer.text.splitlines()] == indices
+
+
+async def test_a_session_that_nobody_created_is_known_at_every_gateway(tmp_path: Path) -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        shared: dict[str, Any] = {"ledger": {"path": str(tmp_path)}}
+        async with gateways(2, server.url, pool("policy", worker.url), **shared) as (one, two):
+            assert (await two.http.get("/sessions/s")).status_code == 404
+            await post(one, f"/sessions/s{CHAT}", chat())
+            told = (await two.http.get("/sessions/s")).json()
+            assert (told["next_index"], told["open_requests"], told["state"]) == (1, 0, "open")
+            assert (await two.http.delete("/sessions/s")).json()["state"] == "ended"
+            assert (await post(one, f"/sessions/s{CHAT}", chat())).status_code == 410
+
+
+async def test_a_session_with_a_key_is_closed_to_who_has_none_at_every_gateway() -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        async with gateways(2, server.url, pool("policy", worker.url)) as (one, two):
+            made = (await post(one, "/sessions", {"identity": "a", "run": "other"})).json()
+            path = f"/runs/other/sessions/a{CHAT}"
+            assert (await post(two, path, chat())).status_code == 401
+            assert (await post(two, path, chat(), made["api_key"])).status_code == 200
+            assert (await post(two, CHAT, chat(), made["api_key"])).headers["x-detgate-session"] == "a"
+            assert (await post(two, f"/sessions/b{CHAT}", chat(), made["api_key"])).status_code == 404
+            assert (await post(two, CHAT, chat(), "dgs-nobody")).status_code == 401
+
+
+@pytest.mark.parametrize("outcome", ["delivered", "failed"])
+async def test_an_end_knows_how_the_last_request_went_at_another_gateway(outcome: str) -> None:
+    async def script(seen: Seen, reply: Reply) -> None:
+        if outcome == "failed":
+            reply.json({"error": {"message": "no", "type": "x", "code": "x", "param": None}}, 500)
+        else:
+            reply.json(completion())
+
+    async with RedisServer() as server, FakeWorker(script) as worker:
+        async with gateways(2, server.url, pool("policy", worker.url)) as (one, two):
+            made = (await post(one, "/sessions", {"identity": "a"})).json()
+            await post(two, CHAT, chat(), made["api_key"])
+            ended = (await one.http.delete("/sessions/a", headers=bearer(made["api_key"]))).json()
+            assert ended["state"] == ("ended" if outcome == "delivered" else "failed")
+            assert (ended["why"] or "").startswith("its last request was not delivered: " * (outcome == "failed"))
+
+
+async def test_without_the_store_sessions_are_refused_in_bounded_time_and_go_on_after() -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        async with gateways(1, server.url, pool("policy", worker.url)) as (gate,):
+            made = (await post(gate, "/sessions", {"identity": "a"})).json()
+            server.freeze()
+            async with asyncio.timeout(5):
+                for answer in (
+                    await post(gate, "/sessions", {"identity": "b"}),
+                    await post(gate, CHAT, chat(), made["api_key"]),
+                    await gate.http.delete("/sessions/a", headers=bearer(made["api_key"])),
+                ):
+                    assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
+            server.thaw()
+            async with asyncio.timeout(10):
+                while (await post(gate, CHAT, chat(), made["api_key"])).status_code != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert (await post(gate, "/sessions", {"identity": "b"})).status_code == 201
