@@ -412,3 +412,23 @@ def test_the_bytes_digest_tells_route_and_body_apart() -> None:
     assert len(digests) == 6
     assert {len(digest) for digest in digests} == {16}
     assert canonical.raw("/v1/a", b"{} "[:2]) in digests
+
+
+@pytest.mark.parametrize(
+    ("body", "varies"),
+    [
+        ({"messages": [{"role": "user", "content": "hi"}]}, False),
+        ({"prompt": "hi", "stream": True, "stream_options": {"include_usage": True}}, False),
+        ({"prompt": "hi", "tools": [], "tool_choice": "auto"}, False),
+        ({"prompt": "hi", "user": "somebody"}, True),
+        ({"prompt": "hi", "rid": "1"}, True),
+        ({"messages": [{"role": "tool", "tool_call_id": "1", "content": "x"}]}, True),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, True),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1"}]}]}, True),
+        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, True),
+        ({"input": "hi", "previous_response_id": "1"}, True),
+    ],
+)
+def test_what_varies_from_run_to_run(body: dict[str, Any], varies: bool) -> None:
+    for text in (json.dumps(body), json.dumps(body, separators=(",", ":"))):
+        assert canonical.varies(Document(text.encode())) is varies

@@ -12,11 +12,13 @@ import pytest
 from gateway import __version__, schemes
 from gateway.cli import main
 from gateway.core import canonical, ids, indexing, routing
+from tests.evidence.runs import ask, recorded
 from tests.golden.make import FOLDER
 
 Capture = pytest.CaptureFixture[str]
 
 GOLDEN = sorted(file.parent for file in FOLDER.glob("*/*/run.json"))
+POLICY = ["policy-0", "policy-1", "policy-2"]
 BALANCED = FOLDER / "0.1.0" / "balanced"
 
 
@@ -139,6 +141,34 @@ def test_what_the_ledger_does_not_tell_is_undetermined(tmp_path: Path, capsys: C
     assert status == 0
     assert set(found["undetermined"]) == {"seed", "index", "replica"}
     assert set(found["undetermined"]["index"]) == {"the ledger has gaps"}
+
+
+def test_where_two_gateways_wrote_at_once_the_order_of_claims_is_not_known(tmp_path: Path, capsys: Capture) -> None:
+    copy = tmp_path / "balanced"
+    shutil.copytree(BALANCED, copy)
+    (copy / "1.jsonl").write_bytes((copy / "0.jsonl").read_bytes())
+    status, found = replay(capsys, copy)
+    assert status == 0
+    assert set(found["undetermined"]["index"]) == {
+        "several gateways recorded at once, so the order of claims is not known"
+    }
+
+
+async def test_a_home_is_among_the_replicas_that_there_were(tmp_path: Path, capsys: Capture) -> None:
+    async with recorded(tmp_path, "a", replicas=3, routing={"slack": "inf", "on_home_down": "wait"}) as (gate, _):
+        for number in range(4):
+            await ask(gate, f"before:{number}", "hi")
+        gate.gateway.changes.drain(gate.gateway.fleet.pools["policy"], routing.best("after:0:0", POLICY))
+        for number in range(4):
+            await ask(gate, f"after:{number}", "hi")
+    status, found = replay(capsys, tmp_path / "a")
+    assert (status, found["checked"]["replica"]) == (0, 8)
+    [file] = (tmp_path / "a").glob("*.jsonl")
+    lines = [line for line in file.read_text().splitlines() if '"draining"' not in line]
+    file.write_text("\n".join(lines) + "\n")
+    status, found = replay(capsys, tmp_path / "a")
+    assert status == 1
+    assert {each["what"] for each in found["differences"]} == {"replica"}
 
 
 def test_a_folder_without_records_is_unusable(tmp_path: Path, capsys: Capture) -> None:
