@@ -13,6 +13,7 @@ import pytest
 
 from gateway.cli import main
 from gateway.evidence import doctor
+from gateway.passes import Passes
 from gateway.settings import Settings
 from gateway.sim import SimServer, SimSettings
 from tests.harness import FakeWorker, Reply, Seen, gateway, pool
@@ -79,6 +80,27 @@ async def test_the_exit_status_says_whether_strict_would_serve(
     told = json.loads(out)
     found = {finding["id"] for finding in told["pools"]["policy"]["findings"] if finding["severity"] == "fatal"}
     assert (got, found, told["strict"]) == (status, fatal, not fatal)
+
+
+async def test_a_rank_that_is_named_and_what_canaries_have_shown_count(tmp_path: Path) -> None:
+    ranked = GOOD_VLLM | {"told": {"vllm_config": {"parallel_config": {"data_parallel_size": 2}}}}
+    async with engines(ranked, UNTOLD) as (ranked_url, untold_url):
+        ranks = [{"name": f"rank-{rank}", "url": ranked_url, "dp_rank": rank} for rank in range(2)]
+        listed = [pool("ranked") | {"replicas": ranks}, pool("untold", untold_url)]
+        settings = Settings.load(None, {}, {"pools": listed, "ledger": {"path": str(tmp_path)}})
+        before = await doctor.examine(settings)
+        fingerprint = before["pools"]["untold"]["replicas"]["untold-0"]["fingerprint"]
+        passes = Passes(tmp_path)
+        passes.note(settings.pools[1], "untold-0", fingerprint, apart=False, passed=True, at=1.0)
+        passed = await doctor.examine(settings)
+        passes.note(settings.pools[1], "untold-0", fingerprint, apart=False, passed=False, at=2.0)
+        failed = await doctor.examine(settings)
+    found = [
+        {finding["id"] for pool in report["pools"].values() for finding in pool["findings"]}
+        for report in (before, passed, failed)
+    ]
+    assert found == [{"unverified"}, set(), {"canaries-failed"}]
+    assert (before["strict"], passed["strict"], failed["strict"]) == (True, True, False)
 
 
 async def test_everything_that_vllm_tells_is_read(tmp_path: Path) -> None:

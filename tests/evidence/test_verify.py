@@ -96,8 +96,9 @@ async def test_an_engine_that_hangs_on_its_batch_fails_in_company_and_passes_beh
 @pytest.mark.usefixtures("one_route")
 async def test_a_prefix_cache_that_changes_answers_is_found_behind_a_lane_too(tmp_path: Path) -> None:
     async with simulated("vllm", batch_dependent=True, prefix_cache=True) as engine:
-        report = await verified(tmp_path, pool("policy", engine.url, lane=ONE_EACH))
-    assert outcomes(report, CHAT) == PASSED | {"cold-warm": "failed"}
+        first, again = [await verified(tmp_path, pool("policy", engine.url, lane=ONE_EACH)) for _ in range(2)]
+    assert outcomes(first, CHAT) == PASSED | {"cold-warm": "failed"}
+    assert outcomes(again, CHAT) == PASSED | {"cold-warm": "failed"}, "what was sent before is warm by now"
 
 
 @pytest.mark.usefixtures("one_route")
