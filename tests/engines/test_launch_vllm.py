@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway.engines import vllm
 from tests.engines import install, servers
 from tests.engines.parsed import parsed, profiles, words
 from tests.engines.servers import Server
@@ -118,6 +119,7 @@ def test_the_script_runs_and_the_plugin_reports_each_process(installed: Path, tm
             assert each["cudnn_benchmark"] is False
             assert each["environment"]["PYTHONHASHSEED"] == "0"
             assert each["environment"]["OMP_NUM_THREADS"] == "1"
+        assert vllm.facts({"/detgate/processes": {"processes": told}}).deterministic is False, "a CPU has no such mode"
         body = {"model": str(servers.models() / SPEC.model), "prompt": "One day", "max_tokens": 16, "seed": 3}
         body |= {"logprobs": 1, "temperature": 1}
 
