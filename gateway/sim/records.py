@@ -33,8 +33,8 @@ class Seen:
 class Counters:
     """What happened since the start: all requests but probes and others that compute nothing.
 
-    `seen` holds the last 10,000; `bodies` the raw bodies of the last 100, less if they are large. `preemptions` is told by
-    vLLM's metrics; nothing preempts here, so it stays what it is set to.
+    `seen` holds the last 10,000; `bodies` the raw bodies of the last 100, less if they are large. `preemptions` is told
+    by vLLM's metrics; nothing preempts here, so it stays what it is set to.
     """
 
     requests: int = 0
