@@ -165,6 +165,8 @@ class Pool:
             self.add(replica)
         self.facts = Facts()
         self.findings: list[Finding] = []
+        self.contradicts: str | None = None
+        """What was found against determinism, so that strict must refuse; None where nothing was."""
         lane = settings.lane
         self.lanes = Lanes(
             settings.name, lane.scope, lane.limit, everything.limits.queue, episodes=lane.members == "episode"
@@ -181,11 +183,6 @@ class Pool:
     def fixed_home(self) -> bool:
         """Whether a request goes to its home or nowhere."""
         return self.stable and self.routing.on_home_down != "next"
-
-    @property
-    def contradicts(self) -> str | None:
-        """What was found against determinism, so that strict must refuse; None where nothing was."""
-        return next((finding.text for finding in self.findings if finding.severity == "fatal"), None)
 
     @property
     def told(self) -> dict[str, Told]:
@@ -210,6 +207,8 @@ class Pool:
         """Find what breaks determinism, with what is known now."""
         self._agree()
         self.findings = findings.judge(self.settings, self.told)
+        fatal = (finding.text for finding in self.findings if finding.severity == "fatal")
+        self.contradicts = next(fatal, None)
         for name, replica in self.replicas.items():
             replica.reasons = findings.reasons(self.findings, name)
 
