@@ -94,6 +94,7 @@ def _findings(found: Iterable[dict[str, Any]]) -> Iterator[tuple[int, str]]:
         said = f"{escape(finding['says'])}, so {escape(finding['breaks'])}"
         yield 2, f"[{style}]{finding['severity']}[/] [bold]{who}[/] {said} [dim]({_SURE[finding['sure']]})[/]"
         if finding["mend"]:
-            yield 6, f"[bold]{escape(finding['mend'])}[/]"
+            since = f" (since {finding['since']})" if finding["since"] else ""
+            yield 6, f"[bold]{escape(finding['mend'])}[/]{since}"
         if finding["report"]:
             yield 6, finding["report"]

@@ -35,6 +35,8 @@ class Finding:
     sure: Sure = "told"
     mend: str | None = None
     """The flag, variable or setting that mends it, as it is written."""
+    since: str | None = None
+    """The first release of the engine that has it, where that is known."""
     report: str | None = None
     """Where it is documented or was reported, as a link."""
     reason: str | None = None

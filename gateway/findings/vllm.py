@@ -51,6 +51,7 @@ def _mode(case: Case) -> Iterator[Finding]:
             "says that it is not in deterministic mode",
             "its answers hang on the rest of the batch",
             mend="VLLM_BATCH_INVARIANT=1, or lane: {scope: replica, limit: 1} with --no-enable-prefix-caching",
+            since=FIRST,
             report=_DOCS,
             reason="engine-not-deterministic",
         )
@@ -168,6 +169,8 @@ def _sampling(case: Case) -> Iterator[Finding]:
             f"takes sampling parameters that a request leaves out from the model{f': {shown}' if shown else ''}",
             "another revision of the model may sample otherwise",
             mend="--generation-config vllm, or every parameter in each request",
+            since="0.6.6",
+            report=_PULLS + "11164",
         )
     if facts.priority_scheduling:
         yield Finding(

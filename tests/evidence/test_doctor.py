@@ -220,7 +220,7 @@ async def test_people_read_what_breaks_how_sure_it_is_and_what_mends_it(
     assert status == 1
     assert (
         "fatal policy-0, policy-1 says that it is not in deterministic mode, so it ignores seeds and draws each answer"
-        " anew (told by the replica) --enable-deterministic-inference"
+        " anew (told by the replica) --enable-deterministic-inference (since 0.5.3)"
         " https://docs.sglang.io/advanced_features/deterministic_inference.html" in " ".join(out.split())
     )
     assert "attention backend" in out
