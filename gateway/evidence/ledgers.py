@@ -7,13 +7,20 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 
 class Unusable(Exception):
     """What was named holds no requests that could be looked at; the text says why and what to do."""
+
+
+class Place(NamedTuple):
+    """Where a record begins: which file of its source, and which byte of that."""
+
+    segment: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +49,6 @@ class Source:
             segment.seek(place.offset)
             found: dict[str, Any] = orjson.loads(segment.readline())
             return found
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """Where a record begins: which file of its source, and which byte of that."""
-
-    segment: int
-    offset: int
 
 
 @dataclass(slots=True)

@@ -68,6 +68,11 @@ async def test_a_run_sent_again_is_equal(tmp_path: Path) -> None:
     async with recorded(tmp_path, "own", **SAME) as (gate, servers):
         found = await again(tmp_path, gate)
         assert (found.equal, found.compared, found.skipped) == (True, 24, 0), found.kept
+        for run in "ab":
+            records = _records(tmp_path / run)
+            assert [record["key"] for record in records if record.get("key")] == ["k"]
+            ended = sorted(record["session"] for record in records if record["event"] == "session_ended")
+            assert ended == ["eval", "eval-1", "task:0", "task:1"]
         before = asked(*servers)
         assert (await again(tmp_path, gate)).equal
         assert asked(*servers) == before == 24
