@@ -13,7 +13,7 @@ import structlog
 from gateway.assembly import Gateway
 from gateway.logs import configure
 from gateway.serve import Server
-from gateway.settings import Settings
+from gateway.settings import InvalidSettings, Settings
 from gateway.settings.sources import merged
 from gateway.sim import SimServer, SimSettings
 from gateway.tasks import start
@@ -52,6 +52,8 @@ async def _serve(flags: Mapping[str, Any], resume: bool, new_run: bool) -> None:
         for replica in (_POLICY, _POLICY, _REWARD):
             urls.append((await stack.enter_async_context(SimServer(replica))).url)
         settings = Settings.load(None, os.environ, merged(_pools(urls), dict(flags)))
+        if settings.workers > 1:
+            raise InvalidSettings([f"workers: the demo is one process, not {settings.workers}; use detgate serve"])
         configure(settings.log)
         gateway = Gateway(settings, resume=resume, new_run=new_run)
         own = gateway.runs.own

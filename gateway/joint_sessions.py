@@ -61,6 +61,9 @@ TOUCHES = 10
 SHORTEST, LONGEST = 0.05, 30.0
 """Seconds between two of these, at least and at most."""
 
+TOLD = 1000
+"""Sessions in one such call."""
+
 SWEPT = 100
 """Sessions that end for being idle in one step."""
 
@@ -220,10 +223,13 @@ class JointSessions(Sessions):
     async def _sweep(self, run: str, most: int) -> None:
         used, self._used = self._used, {place: None for place in self._used if place[0] != run}
         busy = [session.place for session in self._busy]
-        names = {name for of, name in (*used, *busy) if of == run}
+        names = sorted({name for of, name in (*used, *busy) if of == run})
         why = f"idle for {self._idle_seconds:g} s"
-        idle = round(self._idle_seconds * 1000)
-        ended = await self._events[run].call("sweep", idle, orjson.dumps(why), most, *names)
+        words = round(self._idle_seconds * 1000), orjson.dumps(why)
+        while len(names) > TOLD:
+            await self._events[run].call("sweep", *words, 0, *names[:TOLD])
+            del names[:TOLD]
+        ended = await self._events[run].call("sweep", *words, most, *names)
         for name in ended:
             session = self._sessions.get((run, name.decode()))
             if session is not None:

@@ -252,6 +252,11 @@ def wait_until_ready(url: str) -> None:
     pytest.fail("not ready within 30 s")
 
 
+def test_the_demo_is_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--state", "redis://127.0.0.1:1/0", "--run", "r", "--set", "workers=2"]) == 2
+    assert capsys.readouterr().err == "detgate: workers: the demo is one process, not 2; use detgate serve\n"
+
+
 def test_demo_serves_and_gives_the_seed_that_seed_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     body = {"model": "sim-model", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
     with started("demo", "--port", "0", "--seed", "7", "--ledger", str(tmp_path)) as (url, demo):

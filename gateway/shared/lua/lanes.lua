@@ -191,8 +191,12 @@ end
 -- lane, place … : as join tells of each, or - where there is no such place. Nobody is forgotten who may go on.
 function operations.look()
     local told = { 'ok' }
+    local seen = {}
     for at = FIRST, #ARGV, 2 do
-        advance(ARGV[at])
+        if not seen[ARGV[at]] then
+            seen[ARGV[at]] = true
+            advance(ARGV[at])
+        end
     end
     for at = FIRST, #ARGV, 2 do
         local lane, place = ARGV[at], ARGV[at + 1]
