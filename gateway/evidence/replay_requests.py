@@ -77,6 +77,7 @@ class Notes:
         """Keep keys, at once."""
         self.keys |= keys
         descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.fchmod(descriptor, 0o600)
         with open(descriptor, "w") as file:
             json.dump({"run": self.run, "keys": self.keys}, file)
 

@@ -140,13 +140,22 @@ async def test_a_gateway_that_is_gone_stops_it_and_the_same_command_goes_on(tmp_
         notes = Notes.of(tmp_path / "notes.json", "b")
         with pytest.raises(Failed, match="enough"):
             await send(script, Target(gate.url, "b"), notes, count)
-        if notes.keys:
-            assert stat.S_IMODE(notes.file.stat().st_mode) == 0o600
         sent = asked(*servers)
         assert 12 <= sent < script.requests
         found = await again(tmp_path, gate)
         assert found.equal, found.kept
         assert asked(*servers) <= script.requests + script.at_once
+
+
+def test_keys_are_kept_for_their_owner_alone_and_for_their_run(tmp_path: Path) -> None:
+    file = tmp_path / "notes.json"
+    file.touch(0o644)
+    Notes.of(file, "b").add({"s": "secret"})
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert Notes.of(file, "b").keys == {"s": "secret"}
+    assert Notes.of(file, "another").keys == {}
+    Notes.of(file, "b").forget()
+    assert not file.exists()
 
 
 def test_without_bodies_there_is_nothing_to_send(tmp_path: Path) -> None:
