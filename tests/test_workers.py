@@ -19,6 +19,10 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.settings import Settings
+from gateway.siblings import Count
+from gateway.telemetry import Telemetry
+from gateway.workers import Post, Workers
 from tests.harness import MODEL, FakeWorker, Reply, Seen, chat, completion, pool
 from tests.processes import Process, serving
 from tests.redis_server import RedisServer
@@ -223,6 +227,18 @@ def test_what_cannot_be_served_ends_at_once_and_says_why_once(tmp_path: Path) ->
     with socket.create_server(("127.0.0.1", 0)) as taken:
         status, text = told(state="redis://127.0.0.1:1/0", run="r", port=taken.getsockname()[1])
         assert (status, text.count("cannot listen")) == (1, 1)
+
+
+async def test_what_a_worker_has_shown_counts_on_when_it_dies_right_after() -> None:
+    settings = Settings.load(None, {}, {"pools": [pool("policy", "http://127.0.0.1:1")]})
+    workers = Workers(settings, lambda: settings, resume=False, new_run=False)
+    first, second = workers._posts = [Post(0, []), Post(1, [])]
+    shown = Telemetry()
+    shown.racing.add()
+    await workers._answer_to(first)(Count(shown.numbers()))
+    workers._bury(first)
+    others = await workers._answer_to(second)(Count(Telemetry().numbers()))
+    assert "detgate_racing_total 1.0" in Telemetry().exposition(others).decode()
 
 
 async def test_one_reward_at_a_time_over_three_gateways_of_which_one_is_killed(tmp_path: Path) -> None:
