@@ -194,7 +194,7 @@ def _remarks(wish: Wish) -> list[str]:
         remarks.append("With an FP8 KV cache, scoring differs from sampling on Hopper "
                        f"({_ISSUE}54035): leave --kv-cache-dtype at auto.")  # fmt: skip
     if wish.tensor_parallel > 1:
-        remarks.append(f"Tensor parallelism was reported to break batch invariance: {_ISSUE}51290.")
+        remarks.append(f"Tensor parallelism was reported to break batch invariance before 0.32: {_ISSUE}51290.")
     if wish.prefix_cache:
         remarks.append(f"With the prefix cache on, prompt logprobs depend on what was asked before: {_ISSUE}42019.")
     remarks.append(
