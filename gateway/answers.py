@@ -269,7 +269,8 @@ class _Merger:
         asking, client, answer = self.asking, self.asking.client, self.asking.answer
         if self._stream is None:
             body = merge.merge(asking.handling.merge or "", asking.document, asking.calls, self._bodies)
-            answer.observed = sse.observe(body, asking.api, asking.handling.kind)
+            seen = sse.observe(body, asking.api, asking.handling.kind)
+            answer.observed = seen._replace(weight_version=sse.weights(self._bodies) or seen.weight_version)
             await self._complete()
             first = self.sendings[0]
             client.reply(first.exchange.status, asking.head(first, first.exchange.headers), body)

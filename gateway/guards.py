@@ -61,15 +61,18 @@ class Guards:
                 "members of a group share seed and prompt: their answers are clones", run=asked.run, group=group.id
             )
 
-    def examine(self, asked: Asked, decided: plan.Plan, observed: Observed, flags: list[str], *, began: bool) -> None:
+    def examine(
+        self, asked: Asked, decided: plan.Plan, raw: bytes, observed: Observed, flags: list[str], *, began: bool
+    ) -> None:
         """Notice an answer that equals another one of its group, or of its own call, drawn with another seed.
 
-        Raises `Conflict` where guards.clones refuses, unless the client has a part of it already (`began`). It is
-        then not delivered, so whoever asks again gets the same index, seed and answer.
+        `raw`: digest of the request's bytes. Raises `Conflict` where guards.clones refuses, unless the client has a
+        part of the answer already (`began`). It is then not delivered, so whoever asks again gets the same index, seed
+        and answer.
         """
         if asked.handling.kind != "sample" or decided.seed is None or _greedy(asked):
             return
-        twin = self._twin(asked, decided, observed)
+        twin = self._twin(asked, decided, raw, observed)
         if twin is None:
             return
         self._telemetry.guard.add("clones")
@@ -85,7 +88,7 @@ class Guards:
                 code="cloned_samples",
             )
 
-    def _twin(self, asked: Asked, decided: plan.Plan, observed: Observed) -> str | None:
+    def _twin(self, asked: Asked, decided: plan.Plan, raw: bytes, observed: Observed) -> str | None:
         """What an answer is a clone of, in words; None: of nothing."""
         samples = observed.samples or _alone(observed)
         longer = [sample.content for sample in samples if sample.tokens >= self._tokens]
@@ -95,7 +98,7 @@ class Guards:
         if group is None or not longer or observed.content is None:
             return None
         first, seed = group.answers.setdefault(
-            (_prompt(asked), observed.content), (decided.request_id, decided.seed or 0)
+            (_prompt(asked, raw), observed.content), (decided.request_id, decided.seed or 0)
         )
         if len(group.answers) > REMEMBERED:
             del group.answers[next(iter(group.answers))]
@@ -109,10 +112,10 @@ def _alone(observed: Observed) -> tuple[Sample, ...]:
     return (Sample(observed.content, tokens),) if observed.content and isinstance(tokens, int) else ()
 
 
-def _prompt(asked: Asked) -> str:
-    """Digest of what is asked, whatever the seed."""
+def _prompt(asked: Asked, raw: bytes) -> str:
+    """Digest of what is asked, whatever the seed. `raw`: that of its bytes, which is enough where nothing varies."""
     if asked.wish.seed is None:
-        return asked.content()
+        return asked.content() if canonical.varies(asked.document) else raw.hex()
     alike = plan.seed_edits(asked.handling, asked.wish.calls[0]._replace(seed=0, document=asked.document))
     return canonical.content(Document(asked.document.edited(alike)), asked.route)
 

@@ -241,10 +241,11 @@ class Pipeline:
 
     def _examine(self, work: Work, asked: Asked, job: Job, *, began: bool) -> None:
         """Look at what came. Raises a `Fault` that takes the place of an answer of which the client has nothing yet."""
-        answer = work.answer
-        if answer.observed is not None and work.plan is not None and answered(answer.status, answer.observed):
-            self._versions.examine(asked, job, answer.observed, began=began)
-            self._guards.examine(asked, work.plan, answer.observed, job.flags, began=began)
+        answer, decided, ask = work.answer, work.plan, work.ask
+        if answer.observed is None or decided is None or ask is None or not answered(answer.status, answer.observed):
+            return
+        self._versions.examine(asked, job, answer.observed, began=began)
+        self._guards.examine(asked, decided, ask.raw, answer.observed, job.flags, began=began)
 
     def _refuse(self, work: Work, client: Client, fault: Fault) -> None:
         work.fault = fault

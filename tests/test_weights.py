@@ -300,6 +300,25 @@ async def test_an_answer_under_two_versions_says_so_and_in_strict_is_refused_and
             assert again.headers["x-detgate-seed"] == mixed.headers["x-detgate-seed"]
 
 
+@pytest.mark.parametrize("route", [CHAT, "/generate"])
+async def test_samples_that_were_drawn_apart_are_compared_by_their_weights(route: str) -> None:
+    versions = iter(["1", "1", "1", "2"])
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        told = {"weight_version": next(versions)}
+        if seen.target == "/generate":
+            reply.json({"text": "hi", "meta_info": {"id": "x", "finish_reason": {"type": "stop"}, **told}})
+        else:
+            reply.json(completion('say "weight_version": "9"', metadata=told))
+
+    async with FakeWorker(script) as worker, gateway(pool("policy", worker.url, **SGLANG)) as gate:
+        body = chat(n=2) if route == CHAT else {"text": "x", "sampling_params": {"n": 2}}
+        answers = [await gate.http.post(route, json=body) for _ in range(2)]
+        mixed = ["weights-mixed" in answer.headers["x-detgate-guarantee"] for answer in answers]
+        assert mixed == [False, True], [answer.text for answer in answers]
+        assert [record["weight_version"] for record in closed(gate)] == ["1", "1,2"]
+
+
 async def test_a_stream_that_has_begun_goes_on_and_the_ledger_says_so() -> None:
     engine = Engine("1", "2")
     async with FakeWorker(engine) as worker:

@@ -12,6 +12,7 @@ whole answer with equal chat or completion content have equal digests."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -25,6 +26,9 @@ _UNLIKE = (AttributeError, KeyError, TypeError, ValueError)
 
 EVENT_LIMIT = 1 << 20
 """Bytes of one event that are kept until it is whole; of a longer one nothing is read."""
+
+_WEIGHTS = re.compile(rb'(?<!\\)"weight_version"\s*:\s*"([^"\\]+)"')
+"""A field of that name; within a text its quotes are escaped."""
 
 _SAID_NOT = frozenset({"role", "tool_calls", "function_call"})
 _INVENTED = frozenset({"id", "call_id", "created_at"})
@@ -363,9 +367,12 @@ class Observer:
     def _weigh(self, holder: Mapping[str, Any]) -> None:
         spans = holder.get("weight_versions")
         if spans:
-            self._weights = ",".join(str(span["version"]) for span in spans)
+            told = [str(span["version"]) for span in spans]
         elif holder.get("weight_version") is not None:
-            self._weights = str(holder["weight_version"])
+            told = [str(holder["weight_version"])]
+        else:
+            return
+        self._weights = joined(told if self._weights is None else [self._weights, *told])
 
     def _counted(self) -> Mapping[str, Any] | None:
         counts = [said.counts for said in self._said.values() if said.counts is not None]
@@ -538,6 +545,17 @@ def _numbered(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not calls:
         return message
     return {**message, "tool_calls": [{**call, "index": place} for place, call in enumerate(calls)]}
+
+
+def joined(versions: Iterable[str]) -> str:
+    """Versions of weights as one text: each once, in order, parted by commas."""
+    return ",".join(dict.fromkeys(",".join(versions).split(",")))
+
+
+def weights(bodies: Iterable[bytes]) -> str | None:
+    """Which weights whole answers tell of that were drawn apart; None: of none."""
+    told = [version.decode() for body in bodies for version in _WEIGHTS.findall(body)]
+    return joined(told) if told else None
 
 
 def _id_of(event: dict[str, Any]) -> str | None:

@@ -412,3 +412,17 @@ ANSWERS = st.fixed_dictionaries(
 def test_an_answer_of_one_text_is_read_as_any_other_is(answer: dict[str, object]) -> None:
     body = json.dumps(answer).encode()
     assert observe(body, "openai", "sample") == Observer("openai", "sample").whole(body, json.loads(body))
+
+
+def test_versions_of_weights_are_told_each_once_in_order_over_all_answers_of_a_call() -> None:
+    def said(version: str) -> dict[str, object]:
+        meta = {"id": "x", "finish_reason": {"type": "stop"}, "weight_version": version}
+        return {"text": "hi", "meta_info": meta}
+
+    for versions, expected in ((["1", "2", "1"], "1,2"), (["7", "7"], "7")):
+        body = json.dumps([said(version) for version in versions]).encode()
+        assert observe(body, "native", "sample").weight_version == expected
+        stream = Observer("native", "sample", len(versions))
+        for index, version in enumerate(versions):
+            stream.feed(f"data: {json.dumps({**said(version), 'index': index})}\n\n".encode())
+        assert stream.result().weight_version == expected
