@@ -129,6 +129,28 @@ def test_a_forged_record_is_named(
     assert what in {each["what"] for each in found["differences"]}
 
 
+def test_all_choices_of_a_pool_follow_from_one_kind_of_key(tmp_path: Path, capsys: Capture) -> None:
+    """A run that routes by session, in which one choice is made by request id."""
+    copy = tmp_path / "areal"
+    shutil.copytree(BALANCED.parent / "areal", copy)
+    [file] = copy.glob("*.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    ids = {(each["session"], each["index"]): each["request_id"] for each in records if each["event"] == "opened"}
+    forged = 0
+    for record in reversed(records):
+        if record["event"] != "closed" or record["sticky"] or record["session"] == "anonymous":
+            continue
+        ranked = routing.ranked(ids[record["session"], record["index"]], record["loads"], 2)
+        if set(ranked) == set(record["candidates"]) and ranked != record["candidates"]:
+            record["candidates"] = ranked
+            forged += 1
+            break
+    assert forged == 1
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    status, found = replay(capsys, copy)
+    assert (status, found["different"]) == (1, 1)
+
+
 def test_what_the_ledger_does_not_tell_is_undetermined(tmp_path: Path, capsys: Capture) -> None:
     [file] = BALANCED.glob("*.jsonl")
     records = [json.loads(line) for line in file.read_text().splitlines()]
