@@ -23,9 +23,8 @@ from tests.engines.servers import Server
 ROOT = Path(__file__).parents[2]
 SPEC = servers.Spec("vllm", "tiny-llm")
 
-pytestmark = pytest.mark.smoke
 
-
+@pytest.mark.smoke
 def test_its_parser_takes_every_flag_for_what_it_says() -> None:
     wanted = profiles("vllm")
     for profile, taken in zip(wanted, parsed("vllm", [words(profile) for profile in wanted]), strict=True):
@@ -96,6 +95,7 @@ def started(folder: Path, **environment: str) -> Iterator[Server]:
         servers.stop([server])
 
 
+@pytest.mark.smoke
 def test_the_script_runs_and_the_plugin_reports_each_process(installed: Path, tmp_path: Path) -> None:
     reports = tmp_path / "reports"
     environment = {
