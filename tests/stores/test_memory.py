@@ -99,7 +99,7 @@ async def test_scopes_that_are_not_used_leave_memory_and_their_sessions_are_know
     store = MemoryStore(scopes=64)
     store.restore(RUN, tmp_path, [])
     for number in range(2000):
-        await served(store, scope(f"s{number}"), plain("a"))
+        await served(store, scope(f"s{number}"), plain("a", key="k", content="c"))
         await served(store, scope("anonymous", f"anonymous/{number}"), Ask("content", b"a"))
     assert store.scopes <= 64 + memory.BATCH
     assert len(store._sessions) <= store.scopes
@@ -107,6 +107,7 @@ async def test_scopes_that_are_not_used_leave_memory_and_their_sessions_are_know
     assert not store.knows(RUN, "s")
     assert store.next_index(scope("s7")) == 1
     assert (await served(store, scope("s7"), plain("b"))).index == 1
+    assert (await served(store, scope("s8"), plain("a", key="k", content="c"))).index == 0
     assert (await served(store, scope("anonymous", "anonymous/7"), Ask("content", b"a"))).index == 1
     store.close(RUN)
     assert os.listdir(tmp_path) == []
