@@ -88,9 +88,8 @@ class RedisServer:
 
     async def meet(self) -> None:
         """Have gateways take it for a server at which they have met for long, so that a new run begins at once."""
-        replication = await self.ask("INFO", "replication")
-        name = replication.partition(b"master_replid:")[2].split()[0]
-        await self.ask("HSET", "detgate:server", "server", name, "since", 0)
+        name = (await self.ask("INFO", "server")).partition(b"run_id:")[2].split()[0]
+        await self.ask("HSET", "detgate:server", "process", name, "since", 0)
 
     def kill(self) -> None:
         """End it without a word."""

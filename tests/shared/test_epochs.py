@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.core.errors import Conflict, StoreFault
 from gateway.core.indexing import Ask, Claim, Scope, Session
+from gateway.shared import scripts
 from gateway.shared.part import Memory
 from gateway.stores import ScopeKey
 from gateway.stores.redis import RedisStore
@@ -65,6 +66,16 @@ def vanish(kept: RedisStore) -> None:
     run.part.connection = None
 
 
+async def follow(replica: RedisServer, primary: RedisServer) -> None:
+    """Make it a replica, and wait until it has all there is."""
+    await replica.ask("REPLICAOF", "127.0.0.1", primary.port)
+    for _ in range(2000):
+        if await _told(replica, b"master_link_status") == b"up":
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the replica does not follow")
+
+
 class Pair:
     """A primary with a replica, and an address that leads to whichever serves."""
 
@@ -82,12 +93,7 @@ class Pair:
 
     async def follow(self) -> None:
         """The replica follows, and has all there is."""
-        await self.replica.ask("REPLICAOF", "127.0.0.1", self.primary.port)
-        for _ in range(2000):
-            if await _told(self.replica, b"master_link_status") == b"up":
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("the replica does not follow")
+        await follow(self.replica, self.primary)
 
     async def part(self) -> None:
         """The replica gets nothing any more."""
@@ -154,6 +160,23 @@ async def test_what_a_failover_lost_is_told_again() -> None:
             assert (await joined(two)).epoch == 1
 
 
+async def test_a_server_that_became_another_within_one_connection_is_found_out() -> None:
+    async with RedisServer() as server, RedisServer() as stale:
+        await server.meet()
+        async with store(server.url, terms(lease=60.0, grace=0.02)) as one:
+            assert await numbered(one, ME, ask("a")) == [0]
+            await follow(stale, server)
+            await stale.ask("REPLICAOF", "NO", "ONE")
+            assert await numbered(one, ME, ask("b"), ask("c")) == [1, 2]
+            assert one._run("run").part.memory.epoch == 0  # a first replica changes the server's id, and nothing else
+            await follow(server, stale)
+            await server.ask("REPLICAOF", "NO", "ONE")
+            generation = one.link.generation
+            claim = await one.claim(ME, ask("d"), 0)
+            assert (claim.index, claim.epoch) == (3, 1)
+            assert one.link.generation == generation
+
+
 @pytest.mark.parametrize("how", ["flush", "restart", "forgotten run"])
 async def test_what_a_store_forgot_in_whole_is_told_again(how: str) -> None:
     async with RedisServer() as server, Front(server.port) as front:
@@ -187,6 +210,21 @@ async def test_a_newcomer_does_not_take_a_run_that_was_forgotten_for_a_new_one()
             async with store(server.url, terms(lease=LEASE)) as two:
                 claim = await two.claim(ME, ask("c"), 0)
                 assert (claim.index, claim.epoch) == (2, 1)
+
+
+async def test_what_an_earlier_connection_sent_is_not_run_late() -> None:
+    async with RedisServer() as server, Front(server.port) as front:
+        await server.meet()
+        async with store(front.url, terms("g", lease=LEASE)) as one:
+            assert await numbered(one, ME, ask("a")) == [0]
+            part = one._run("run").part
+            earlier = part.connection
+            front.cut()
+            await until(lambda: part.connection not in (None, earlier))
+            words = ("g", earlier or b"", 1000, b"s" * 16, b"t" * 16, "a", b"x" * 16, "", "", "", 0, 0, b"[]", 1000)
+            assert await one.link.call(scripts.CLAIM, part.keys, words) == [b"away"]
+            assert await one.link.call(scripts.BEAT, part.keys, ("g", earlier or b"", 1000)) == [b"away"]
+            assert await numbered(one, ME, ask("b")) == [1]
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -241,8 +279,8 @@ async def test_a_gateway_that_tells_late_is_heard_and_its_sessions_are_served_ag
 async def test_until_all_have_told_requests_wait_and_are_then_refused() -> None:
     async with RedisServer() as server, Front(server.port) as front:
         await server.meet()
-        async with store(server.url, terms(lease=2.0), seconds=0.3) as one:
-            async with store(front.url, terms(lease=2.0), seconds=0.3) as other:
+        async with store(server.url, terms(lease=2.0, grace=0.02), seconds=0.3) as one:
+            async with store(front.url, terms(lease=2.0, grace=0.02), seconds=0.3) as other:
                 assert await numbered(one, ME, ask("a")) == [0]
                 await joined(other)
                 await met(one, 2)
@@ -296,17 +334,23 @@ class Story:
         names: list[bytes] = await self.server.ask("KEYS", f"detgate:{{{self.scope.run}}}:*")
         return names
 
-    async def forgets(self) -> None:
-        """The store falls back to its last copy, as another server would that takes its place."""
+    async def forgets(self, first: int) -> None:
+        """The store falls back to its last copy, as another server would that takes its place.
+
+        `first`: which gateway tells it first.
+        """
         epoch = self.stores[0]._run(self.scope.run).part.memory.epoch
         await self.server.ask("DEL", *await self.keys())
         for name, value in self.copy.items():
             await self.server.ask("RESTORE", name, 0, value, "REPLACE")
         if self.copy:
-            await self.server.ask("HSET", f"detgate:{{{self.scope.run}}}:state", "@server", "another")
-        for kept in self.stores:
-            part = kept._run(self.scope.run).part
-            part.leave()
+            await self.server.ask(
+                "HSET", f"detgate:{{{self.scope.run}}}:state", "@server", "another", "@process", "another"
+            )
+        order = (self.stores[first], self.stores[1 - first])
+        for kept in order:
+            kept._run(self.scope.run).part.leave()
+            await kept.link.call(scripts.SETTLED, scripts.MEETING, ())
         for kept in self.stores:
             part = kept._run(self.scope.run).part
             await until(lambda part=part: part.connection is not None and part.memory.epoch > epoch)  # type: ignore[misc]
@@ -327,7 +371,7 @@ happenings = st.lists(
         ),
         st.tuples(st.just("ends"), st.integers(0, 9), st.booleans()),
         st.tuples(st.just("ends"), st.integers(0, 9), st.booleans()),
-        st.tuples(st.just("forgets")),
+        st.tuples(st.just("forgets"), st.integers(0, 1)),
         st.tuples(st.just("copied")),
     ),
     min_size=3,
@@ -337,6 +381,15 @@ happenings = st.lists(
 
 @settings(max_examples=max(10, EXAMPLES // 10), deadline=None)
 @given(happenings)
+@example(
+    [("claims", 1, ask("x")), ("ends", 0, False), ("claims", 0, ask("y")), ("forgets", 0), ("claims", 0, ask("x"))]
+)
+@example(
+    [
+        *(("claims", 0, ask("x", "K")), ("ends", 0, True), ("claims", 1, ask("x", "K"))),
+        *(("forgets", 1), ("ends", 0, False)),
+    ]
+)
 def test_whatever_a_store_forgets_it_is_told(story: list[tuple[object, ...]]) -> None:
     async def play() -> None:
         async with RedisServer() as server:

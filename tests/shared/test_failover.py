@@ -18,7 +18,7 @@ from gateway.core.indexing import Ask, Claim
 from gateway.stores import ScopeKey
 from gateway.stores.redis import RedisStore
 from tests.redis_server import Front, RedisServer, until
-from tests.shared.test_epochs import vanish
+from tests.shared.test_epochs import follow, vanish
 from tests.stores.redis import store, terms
 
 ROUNDS = int(os.environ.get("ROUNDS", "3"))
@@ -48,12 +48,7 @@ class Servers:
             yield servers
 
     async def follow(self) -> None:
-        await self.replica.ask("REPLICAOF", "127.0.0.1", self.primary.port)
-        for _ in range(2000):
-            if b"master_link_status:up" in await self.replica.ask("INFO", "replication"):
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("the replica does not follow")
+        await follow(self.replica, self.primary)
 
     async def cut(self, *, losing: float | None) -> None:
         """The primary is cut off and its replica promoted. `losing`: for so long it had got no writes any more."""

@@ -2,7 +2,7 @@
 -- whoever notices ends them.
 local gateway, connection, lease = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local got = call('HMGET', H, '@server', '@g' .. gateway)
-if got[2] ~= connection or got[1] ~= server() then
+if got[2] ~= connection or not is_server(got[1]) then
     return {'away'}
 end
 local beats, gone, now = PREFIX .. 'beats', PREFIX .. 'gone', now_ms()

@@ -1,7 +1,7 @@
 -- The answer of one claim has ended. Gives away, or whether the index raced. Asked again it changes nothing more.
 local gateway, connection, number, token = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local got = call('HMGET', H, '@server', '@g' .. gateway)
-if got[2] ~= connection or got[1] ~= server() then
+if got[2] ~= connection or not is_server(got[1]) then
     return {'away'}
 end
 local claim = read_claim(token, C)

@@ -5,7 +5,7 @@
 -- Kind is "n" where the client numbered. It stands "u" (used), "r" (released) or "m" (used, and of its bytes many asked).
 -- Told again it changes nothing. What another has told already stays: used wins.
 local gateway, memory = ARGV[1], ARGV[2]
-if call('HGET', H, '@memory') ~= memory or call('HGET', H, '@server') ~= server() then
+if call('HGET', H, '@memory') ~= memory or not is_server(call('HGET', H, '@server')) then
     return {'away'}
 end
 

@@ -21,8 +21,23 @@ local call = redis.call
 local PREFIX = string.sub(H, 1, -6)
 local MANY = -1
 
-local function server()
-    return string.match(call('INFO', 'replication'), 'master_replid:(%x+)')
+local function process()
+    return string.match(call('INFO', 'server'), 'run_id:(%x+)')
+end
+
+-- Whether this server is still the one that the state was kept by, and has kept it all: the same process, and never
+-- another's replica since. Without a former history its replication id may change by itself, as when a first replica
+-- comes.
+local function is_server(kept)
+    local now, former = string.match(call('INFO', 'replication'), 'master_replid:(%x+).-master_replid2:(%x+)')
+    if now == kept then
+        return true
+    end
+    if not kept or string.find(former, '[^0]') or call('HGET', H, '@process') ~= process() then
+        return false
+    end
+    call('HSET', H, '@server', now)
+    return true
 end
 
 local function now_ms()

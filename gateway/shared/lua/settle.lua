@@ -3,7 +3,7 @@
 local gateway, connection, number, token, used = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5] == '1'
 local name, index, raw = ARGV[6], ARGV[7], ARGV[8]
 local got = call('HMGET', H, '@server', '@g' .. gateway)
-if got[2] ~= connection or got[1] ~= server() then
+if got[2] ~= connection or not is_server(got[1]) then
     return {'away'}
 end
 local claim = read_claim(token, C)

@@ -16,7 +16,7 @@ local known, known_memory, reported = tonumber(ARGV[4]), ARGV[5], ARGV[6]
 local lease, grace, retention, settled = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10] == '1'
 local first_peer = 11
 
-local now, here = now_ms(), server()
+local now = now_ms()
 local awaited, gone, missing, beats = PREFIX .. 'awaited', PREFIX .. 'gone', PREFIX .. 'missing', PREFIX .. 'beats'
 local got = call(
     'HMGET', H, '@server', '@epoch', '@memory', '@phase', '@deciding', '@g' .. gateway, '@q' .. gateway
@@ -44,13 +44,15 @@ local function await(other)
 end
 
 local knows = known >= 0
-if got[1] ~= here or (knows and known_memory ~= memory and not phase and known >= epoch) then
+local same = is_server(got[1])
+if not same or (knows and known_memory ~= memory and not phase and known >= epoch) then
     local new = not got[1]
+    local here = string.match(call('INFO', 'replication'), 'master_replid:(%x+)')
     epoch, memory = math.max(epoch or -1, known) + 1, here .. written(now)
     if new or call('SCARD', missing) == 0 then
         call('HSET', H, '@forgot', '0')
     end
-    call('HSET', H, '@server', here, '@epoch', epoch, '@memory', memory, '@deciding', deciding)
+    call('HSET', H, '@server', here, '@process', process(), '@epoch', epoch, '@memory', memory, '@deciding', deciding)
     if new then
         call('DEL', R)
     end
