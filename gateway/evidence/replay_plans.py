@@ -31,6 +31,7 @@ KEPT = 100
 
 GAPS = "the ledger has gaps"
 SEVERAL = "several gateways recorded at once, so the order of claims is not known"
+LOST = "an earlier one of its counter is another now"
 WAITED = "a repeat whose turn depends on when it waited"
 NO_SEED = "no run.json beside the records, so the master seed is not known"
 CLIENTS = "a client's seed, and no body was kept"
@@ -116,8 +117,6 @@ class _Run:
         match record.get("event"):
             case "opened":
                 self._opened(place, record)
-            case "complete":
-                self._event(place, record, ("complete", record["index"]))
             case "closed":
                 self._closed(place, record)
             case "session" if record.get("seed") is not None:
@@ -151,12 +150,13 @@ class _Run:
 
     def _closed(self, place: Place, record: dict[str, Any]) -> None:
         self._clock(place.segment, record.get("time"))
-        self._event(place, record, ("closed", record["index"], record.get("used", False)))
         claims = self._claims.get(_key(record))
-        if claims is not None:
-            self._replica(claims.pop(0), record)
-            if not claims:
-                del self._claims[_key(record)]
+        if claims is None:
+            return
+        self._event(place, record, ("closed", record["index"], record.get("used", False)))
+        self._replica(claims.pop(0), record)
+        if not claims:
+            del self._claims[_key(record)]
 
     # --- what is asked
     def _digests(self, record: dict[str, Any]) -> None:
@@ -286,23 +286,16 @@ class _Run:
                 self._counter(Scope(identity, session), (event for *_, event in own))
 
     def _counter(self, scope: Scope, events: Iterator[list[Any]]) -> None:
-        open_claims: Counter[int] = Counter()
         lost = False
         for what, index, *told in events:
-            if lost:
-                if what == "opened":
-                    self.found.pass_over("index", "an earlier one of its counter is another now")
-            elif what == "opened":
-                lost = not self._claim(scope, index, *told)
-                open_claims[index] += 1
-            elif what == "complete":
-                open_claims[index] -= 1
-                scope.complete(index)
-            else:
-                if open_claims[index] > 0:
-                    open_claims[index] -= 1
+            if what == "closed":
+                if not lost:
                     scope.complete(index)
-                scope.settle(index, used=told[0])
+                    scope.settle(index, used=told[0])
+            elif lost:
+                self.found.pass_over("index", LOST)
+            else:
+                lost = not self._claim(scope, index, *told)
 
     def _claim(self, scope: Scope, index: int, order: str, digest: str, content: str | None, key: str | None,
                repeat: int, request_id: str) -> bool:  # fmt: skip
