@@ -122,7 +122,15 @@ async def test_the_route_gives_the_reports_and_the_engines_file_reads_them(torch
         told = (await http.get("/detgate/processes")).json()
     assert [each["pid"] for each in told["processes"]] == [os.getpid()]
     assert "/detgate/processes" in vllm.ASKS
-    assert vllm.facts({"/detgate/processes": told}).deterministic is True
+    facts = vllm.facts({"/detgate/processes": told})
+    assert facts.deterministic is True
+    assert facts.libraries == "torch 2.13.0+cu130, cuda 13.0, cudnn 91900, nccl 2.31.1"
+
+
+def test_processes_that_compute_with_other_builds_are_told_apart() -> None:
+    told = {"processes": [{"torch": "2.13.0", "nccl": "2.31.1"}, {"torch": "2.12.0"}, {"torch": "2.12.0"}, None]}
+    assert vllm.facts({"/detgate/processes": told}).libraries == "torch 2.12.0 | torch 2.13.0, nccl 2.31.1"
+    assert vllm.facts({}).libraries is None
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,8 @@ class Facts:
     """Which engine it says that it is."""
     version: str | None = None
     accelerator: str | None = None
+    libraries: str | None = None
+    """The builds that it computes with, such as "torch 2.13.0, cuda 13.0, nccl 2.31.1"."""
     model: str | None = None
     """What it loaded, by path or name."""
     revision: str | None = None

@@ -150,6 +150,7 @@ def facts(told: Mapping[str, Any]) -> Facts:
         engine=owner(told),
         version=text(at(told, "/version").get("version")),
         accelerator=text(at(info, "system_env").get("nvidia_gpu_models")),
+        libraries=_libraries(told),
         model=root(told),
         revision=text(model.get("revision")),
         weight_version=text(at(told, "/weight_info").get("weight_version")),
@@ -178,6 +179,17 @@ def _invariant(info: Any, told: Mapping[str, Any]) -> bool | None:
     if "vllm_env" in info or not isinstance(processes, list) or not processes:
         return flag(at(info, "vllm_env").get("VLLM_BATCH_INVARIANT"))
     return all(at(each, "environment").get("VLLM_BATCH_INVARIANT") == "1" for each in processes)
+
+
+def _libraries(told: Mapping[str, Any]) -> str | None:
+    """What its processes compute with; where they differ, each way that there is."""
+    processes = at(told, _PROCESSES).get("processes")
+    ways = {
+        ", ".join(f"{name} {each[name]}" for name in ("torch", "cuda", "hip", "cudnn", "nccl") if each.get(name))
+        for each in (processes if isinstance(processes, list) else ())
+        if isinstance(each, Mapping)
+    }
+    return " | ".join(sorted(filter(None, ways))) or None
 
 
 def _label(metrics: Any, name: str) -> str | None:

@@ -11,6 +11,7 @@ from gateway.settings import Pool
 _ALIKE = (
     ("version", "versions"),
     ("accelerator", "accelerators"),
+    ("libraries", "builds of torch and what it calls"),
     ("model", "models"),
     ("revision", "revisions of the model"),
     ("weight_version", "versions of the weights"),
