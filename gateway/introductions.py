@@ -35,7 +35,11 @@ async def introduce(http: httpx.AsyncClient, url: str, key: dict[str, str], engi
     """Ask the server at `url` all that its engine's file lists. `key`: the headers that it wants."""
     routes = (MODELS, *engine.ASKS)
     answers = dict(zip(routes, await asyncio.gather(*(_ask(http, url + route, key) for route in routes)), strict=True))
-    told = {route: _read(answer.text) for route, answer in answers.items() if answer is not None and answer.is_success}
+    told = {
+        route: _read(answer.text) if answer.is_success else answer.status_code
+        for route, answer in answers.items()
+        if answer is not None
+    }
     models = told.get(MODELS)
     data = models.get("data") if isinstance(models, dict) else None
     return Introduction(

@@ -65,7 +65,16 @@ async def test_probes_generate_nothing_and_carry_the_replicas_own_key(engine: st
     asked = [call.request for call in every.calls]
     assert asked[0].url.path == PROBES[engine]
     assert {request.method for request in asked} == {"GET"}
-    told = {"/v1/models", "/metrics", "/version", "/weight_info", "/server_info", "/model_info", "/v1/loads"}
+    told = {
+        "/v1/models",
+        "/v1/chat/completions",
+        "/metrics",
+        "/version",
+        "/weight_info",
+        "/server_info",
+        "/model_info",
+        "/v1/loads",
+    }
     told.add("/detgate/processes")
     assert {request.url.path for request in asked} <= {PROBES[engine], *told}
     assert {request.headers["authorization"] for request in asked} == {"Bearer replica-key"}

@@ -60,6 +60,16 @@ async def test_nonsense_tells_nothing(engine: str, text: str) -> None:
     assert said.whole
 
 
+@pytest.mark.parametrize(("status", "generates"), [(405, True), (404, False), (401, None), (200, None), (500, None)])
+async def test_who_has_no_route_to_generate_does_not_generate(status: int, generates: bool | None) -> None:
+    """vLLM tells its kind in its development mode alone; but a route that is there refuses GET in another way."""
+    with respx.mock(base_url=URL) as router:
+        router.get("/v1/chat/completions").respond(status, json={})
+        router.route().respond(404)
+        said = await introduced(router, "vllm")
+    assert said.facts.is_generation is generates
+
+
 # --- a replica that comes back
 
 

@@ -59,7 +59,8 @@ class Engine(Protocol):
 
     @staticmethod
     def facts(told: Mapping[str, Any]) -> Facts:
-        """What the answers to `/v1/models` and `ASKS` say, by route: JSON objects, text where it is none."""
+        """What the answers to `/v1/models` and `ASKS` say, by route: JSON objects, text where it is none, and the
+        status where it was refused."""
 
     @staticmethod
     def check(path: str, document: Document, facts: Facts, n: int) -> None:

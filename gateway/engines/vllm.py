@@ -101,9 +101,11 @@ _SETTINGS = "/server_info?config_format=json"
 
 _PROCESSES = "/detgate/processes"
 
-ASKS = ("/version", "/metrics", "/weight_info", _SETTINGS, _PROCESSES)
-"""The third and fourth are served in its development mode alone. They tell settings, not what kernels do. The last is
-the route of `gateway.vllm_plugin`, where that is installed."""
+_GENERATING = "/v1/chat/completions"
+
+ASKS = ("/version", "/metrics", "/weight_info", _SETTINGS, _PROCESSES, _GENERATING)
+"""The third and fourth are served in its development mode alone. They tell settings, not what kernels do. The fifth is
+the route of `gateway.vllm_plugin`, where that is installed. The last takes no GET, which only who has it says."""
 
 PREEMPTIONS = ("/metrics", "vllm:num_preemptions_total")
 """A request that was preempted is computed anew in one pass, as no step computed it before."""
@@ -135,7 +137,7 @@ def done(told: str) -> float | None:
 
 def facts(told: Mapping[str, Any]) -> Facts:
     """Outside its development mode little more than its version, its model and the prefix cache."""
-    info = told.get(_SETTINGS, {})
+    info = at(told, _SETTINGS)
     model, parallel = at(info, "vllm_config", "model_config"), at(info, "vllm_config", "parallel_config")
     scheduler, cache = at(info, "vllm_config", "scheduler_config"), at(info, "vllm_config", "cache_config")
     runner = text(scheduler.get("runner_type"))
@@ -143,7 +145,7 @@ def facts(told: Mapping[str, Any]) -> Facts:
     source = text(model.get("generation_config"))
     return Facts(
         deterministic=_invariant(info, told),
-        is_generation=None if runner is None else runner == "generate",
+        is_generation={405: True, 404: False}.get(_status(told)) if runner is None else runner == "generate",
         default_min_p=dict(defaults).get("min_p"),
         priority_scheduling=_is(scheduler.get("policy"), "priority"),
         prefix_cache=_caches(told.get("/metrics"), cache),
@@ -179,6 +181,12 @@ def _invariant(info: Any, told: Mapping[str, Any]) -> bool | None:
     if "vllm_env" in info or not isinstance(processes, list) or not processes:
         return flag(at(info, "vllm_env").get("VLLM_BATCH_INVARIANT"))
     return all(at(each, "environment").get("VLLM_BATCH_INVARIANT") == "1" for each in processes)
+
+
+def _status(told: Mapping[str, Any]) -> int:
+    """With what a question of a wrong method is refused; 0 where it is not."""
+    status = told.get(_GENERATING)
+    return status if isinstance(status, int) else 0
 
 
 def _libraries(told: Mapping[str, Any]) -> str | None:

@@ -61,7 +61,7 @@ class App:
         headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
         fault = self.engine.faults.take(path)
         ask = Ask(scope["method"], path, Seen(path, headers), body, fault, self.engine)
-        if path not in QUIET:
+        if path not in QUIET and ask.method != "GET":
             ask.note_arrival()
         await self._until_gone(ask, connection)
 

@@ -132,7 +132,7 @@ class TestSeeds:
     @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
     def test_routes_without_a_seed_say_so(self, gate: Gate, path: str) -> None:
         body = {"model": "tiny-llm", "input": "a", "max_output_tokens": 4} if path == RESPONSES else chat()
-        assert ask(gate, path, body).headers["x-detgate-guarantee"] == "none; no-seed"
+        assert ask(gate, path, body).headers["x-detgate-guarantee"] == "none; no-seed; engine-doubted"
 
     @pytest.mark.parametrize("seed", [-1, 2**63, "12", True, 1.5])
     @pytest.mark.parametrize("path", [CHAT, GENERATE])

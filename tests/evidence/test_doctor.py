@@ -58,6 +58,8 @@ async def said(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) 
         ),
         (GOOD_VLLM, {"engine": "sglang"}, 2, {"engine-other"}),
         (GOOD_VLLM | {"role": "reward", "prefix_cache": False}, {}, 1, {"role-mismatch"}),
+        (UNTOLD | {"role": "reward", "prefix_cache": False}, {}, 1, {"role-mismatch"}),
+        (UNTOLD, {"role": "reward"}, 1, {"role-mismatch", "prefix-cache"}),
         (GOOD_VLLM | {"role": "reward", "prefix_cache": False}, {"role": "reward"}, 0, set()),
         (GOOD_VLLM | {"told": {"vllm_config": {"parallel_config": {"data_parallel_size": 2}}}}, {}, 1, {"dp-unpinned"}),
         ({"engine": "sglang"}, {"engine": "sglang"}, 0, set()),
@@ -260,6 +262,7 @@ async def test_nothing_that_doctor_asks_generates(tmp_path: Path) -> None:
         for route in (
             *("/health", "/ready", "/v1/models", "/version", "/metrics", "/weight_info"),
             *("/server_info?config_format=json", "/detgate/processes", "/server_info", "/model_info"),
+            "/v1/chat/completions",
         )
     }
 
