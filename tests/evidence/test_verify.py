@@ -94,6 +94,15 @@ async def test_an_engine_that_hangs_on_its_batch_fails_in_company_and_passes_beh
 
 
 @pytest.mark.usefixtures("one_route")
+async def test_pools_that_share_a_server_are_not_each_others_company(tmp_path: Path) -> None:
+    async with simulated("vllm", batch_dependent=True, prefix_cache=False) as engine:
+        pools = [pool(name, engine.url, lane=ONE_EACH) for name in ("policy", "other")]
+        report = await verified(tmp_path, *pools)
+        assert engine.engine.counters.peak_running == 1
+    assert report["passed"]
+
+
+@pytest.mark.usefixtures("one_route")
 async def test_a_prefix_cache_that_changes_answers_is_found_behind_a_lane_too(tmp_path: Path) -> None:
     async with simulated("vllm", batch_dependent=True, prefix_cache=True) as engine:
         first, again = [await verified(tmp_path, pool("policy", engine.url, lane=ONE_EACH)) for _ in range(2)]
