@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.cli import main
 from gateway.core import routing
 from tests.evidence.runs import ask, converse, diff, recorded
 from tests.harness import MODEL, Gate, chat
@@ -291,6 +293,20 @@ async def test_ids_that_engines_invent_are_no_difference(tmp_path: Path, capsys:
             assert (await gate.http.post("/sessions/s/v1/chat/completions", json=body)).status_code == 200
     status, found = diff(capsys, tmp_path)
     assert (status, found["equal"], found["compared"]) == (0, True, 1)
+
+
+async def test_a_ledger_of_many_segments_is_one_run(tmp_path: Path, capsys: Capture) -> None:
+    for run, size in (("a", 4096), ("b", 1 << 20)):
+        async with recorded(tmp_path, run, ledger={"segment_bytes": size}) as (gate, _):
+            await converse(gate, "3:0", TALK)
+            await asyncio.gather(*[ask(gate, f"s:{number}", "hi") for number in range(8)])
+            await converse(gate, "3:1", TALK if run == "a" else ["What is there?", *TALK[1:]])
+    assert len(list((tmp_path / "a").glob("*.jsonl"))) > 3
+    _, found = diff(capsys, tmp_path)
+    assert (found["compared"], found["causes"], found["downstream"]) == (14, {"other-prompt": 1}, {"other-prompt": 2})
+    assert found["first"]["detail"].startswith('messages[0].content: "What is there to see?" in A')
+    assert main(["replay", "plans", str(tmp_path / "a"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["undetermined"] == {}
 
 
 async def test_runs_without_a_session_in_common_cannot_be_compared(tmp_path: Path, capsys: Capture) -> None:
