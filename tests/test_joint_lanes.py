@@ -27,7 +27,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def gateways(number: int, url: str, *pools: dict[str, Any], **settings: Any) -> AsyncIterator[list[Gate]]:
-    timeouts = {"gateway": 1.0, "store": 0.5} | settings.pop("timeouts", {})
+    timeouts = {"gateway": 1.0, "store": 5.0} | settings.pop("timeouts", {})
     given: dict[str, Any] = {"run": "r", "state": url, "timeouts": timeouts} | settings
     async with AsyncExitStack() as stack:
         gates = [await stack.enter_async_context(gateway(*pools, **given)) for _ in range(number)]
@@ -136,6 +136,8 @@ async def test_samples_of_one_call_are_queued_all_or_none() -> None:
             await gates[0].until(lambda: alone.inside == 1)
             refused = await gates[1].http.post(CHAT, json=chat("b", n=3))
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+            # Not even for a moment had it two of the three: one waits, and none came after it.
+            assert await server.ask("GET", "detgate:{lanes:policy}:arrivals") == b"1"
             asked.append(asyncio.create_task(gates[1].http.post(CHAT, json=chat("c", n=2))))
             lanes = next(iter(gates[1].gateway.fleet)).lanes
             await gates[1].until(lambda: lanes.waiting == 2)
@@ -167,6 +169,9 @@ async def test_a_place_is_kept_until_the_engine_has_let_go_for_whoever_waits_els
             asked = asyncio.create_task(two.http.post(CHAT, json=chat()))
             await asyncio.sleep(0.5)
             assert not asked.done()
+            tally = await next(iter(two.gateway.fleet)).lanes.tally("policy-0")
+            assert tally is not None
+            assert (tally.open, tally.leaving) == (0, 1)
             stuck = 0
             answer = await asyncio.wait_for(asked, 5)
             assert "lane-uncertain" not in answer.headers["x-detgate-guarantee"]

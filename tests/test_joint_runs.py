@@ -120,7 +120,7 @@ async def test_an_end_knows_how_the_last_request_went_at_another_gateway(outcome
 
 async def test_without_the_store_sessions_are_refused_in_bounded_time_and_go_on_after() -> None:
     async with RedisServer() as server, FakeWorker() as worker:
-        async with gateways(1, server.url, pool("policy", worker.url)) as (gate,):
+        async with gateways(1, server.url, pool("policy", worker.url), timeouts={"store": 0.5}) as (gate,):
             made = (await post(gate, "/sessions", {"identity": "a"})).json()
             server.freeze()
             async with asyncio.timeout(5):
