@@ -241,11 +241,11 @@ class _Walk:
             diff.kept.append(difference)
 
     def _row(self, group: _Group) -> Row:
-        equal = [request_of(item) for item in group.equal]
-        all_cells: list[tuple[Request, int | None]] = [*((one, None) for one in equal), *group.found]
-        all_cells.sort(key=lambda cell: _in_time(cell[0]))
+        equal = [(request_of(item), None) for item in group.equal[: CELLS - len(group.found)]]
+        shown: list[tuple[Request, int | None]] = [*equal, *group.found]
+        shown.sort(key=lambda cell: _in_time(cell[0]))
         one = group.found[0][0]
-        cells = [Cell(request.index, kept) for request, kept in all_cells[:CELLS]]
+        cells = [Cell(request.index, kept) for request, kept in shown]
         return Row(one.base, one.ordinal, one.session, one.group, cells, group.total)
 
 

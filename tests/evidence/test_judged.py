@@ -277,3 +277,13 @@ def test_all_are_counted_though_few_are_kept(compared: Compare, monkeypatch: pyt
     assert (found.roots.total(), len(found.kept), found.diverged_sessions) == (40, 5, 4)
     assert [(len(row.cells), row.total) for row in found.rows] == [(3, 10), (2, 10)]
     assert sum(bin.total() for bin in found.bins) == 40
+
+
+def test_a_difference_is_shown_however_many_are_equal_before_it(
+    compared: Compare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diffing, "CELLS", 3)
+    a = [request("s", turn) for turn in range(10)]
+    [row] = compared(a, [*a[:8], request("s", 8, answer="x"), a[9]]).rows
+    assert [(cell.number, cell.kept) for cell in row.cells] == [(0, None), (1, None), (8, 0)]
+    assert row.total == 10
