@@ -60,29 +60,35 @@ class Wait(NamedTuple):
 
 def refused(code: str, detail: object = "") -> Conflict:
     """The refusal of a claim. `detail`: of `mixed_order` the kind that the scope has, else the index at issue."""
-    param = "Idempotency-Key" if code == "idempotency_conflict" else "X-Request-Index"
     match code:
         case "mixed_order":
             theirs = "X-Request-Index" if detail == "client" else "the order of arrival"
-            text = (
+            return Conflict(
                 f"This session takes its indices from {theirs}, which its first request fixed. "
-                "Use one kind of index in a session, or another session."
+                "Use one kind of index in a session, or another session.",
+                code="mixed_order",
+                param="X-Request-Index",
             )
-        case "idempotency_conflict" if detail == "":
-            text = "This Idempotency-Key was used in this session with other content. Use a new key for a new request."
         case "idempotency_conflict":
-            text = f"This Idempotency-Key is bound to index {detail}, and not to the one that X-Request-Index names."
+            if detail == "":
+                text = "was used in this session with other content. Use a new key for a new request."
+            else:
+                text = f"is bound to index {detail}, and not to the one that X-Request-Index names."
+            return Conflict(f"This Idempotency-Key {text}", code="idempotency_conflict", param="Idempotency-Key")
         case "index_conflict":
-            text = (
+            return Conflict(
                 f"Index {detail} of this session belongs to a request with other content. "
-                "Give each request of a session an index of its own."
+                "Give each request of a session an index of its own.",
+                code="index_conflict",
+                param="X-Request-Index",
             )
         case _:
-            text = (
+            return Conflict(
                 "Another request of this session is in flight, so the network would decide their order. "
-                "Send one at a time, or set X-Index-Order: content, or give each its X-Request-Index."
+                "Send one at a time, or set X-Index-Order: content, or give each its X-Request-Index.",
+                code="racing_index",
+                param="X-Request-Index",
             )
-    return Conflict(text, code=code, param=param)
 
 
 @dataclass(slots=True)
