@@ -10,6 +10,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,9 @@ async def test_every_series_of_every_panel_and_rule_exists(tmp_path: Path) -> No
                 assert series, (title, name)
                 for label in labels(name, text):
                     assert any(label in each for each in series), (title, name, label)
+        shown = dict(panels())
+        for title, value in (("Unseeded", "1"), ("Guard hits", "1"), ("Racing indices", "2"), ("Fenced", "0")):
+            await asked(http, "query", partial(shows, value), query=shown[title])
         told = await asked(http, "rules", lambda told: "unknown" not in healths(told))
         assert {name for name, _ in told_rules(told)} == {rule["alert"] for rule in rules()}
         assert healths(told) == {"ok"}
@@ -187,6 +191,11 @@ async def test_every_series_of_every_panel_and_rule_exists(tmp_path: Path) -> No
 def firing(told: Any) -> set[str]:
     """The alerts that fire."""
     return {alert["labels"]["alertname"] for alert in told["alerts"] if alert["state"] == "firing"}
+
+
+def shows(value: str, found: Any) -> bool:
+    """A single number was found, and it is this."""
+    return [each["value"][1] for each in found["result"]] == [value]
 
 
 TAKES_SEVERAL = {"detgate_lane_takeovers_total"}
