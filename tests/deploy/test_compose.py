@@ -129,7 +129,8 @@ def test_the_gateway_starts_with_its_configuration(name: str) -> None:
     service = project(name)["services"]["gateway"]
     assert seconds(service["stop_grace_period"]) > told.timeouts.drain
     assert service["ports"] == [f"127.0.0.1:8000:{told.port}"]
-    assert settings(name, DETGATE_PROFILE="strict", DETGATE_SEED="7").profile == "strict"
+    other = settings(name, DETGATE_PROFILE="strict", DETGATE_SEED="7", DETGATE_RUN="second", DETGATE_WORKERS="4")
+    assert (other.profile, other.seed, other.run, other.workers) == ("strict", 7, "second", 4)
 
 
 @pytest.mark.parametrize("name", [name for name in PROJECTS if name != "external"])
