@@ -290,18 +290,24 @@ async def test_a_store_that_forgot_is_told_again_by_whoever_knows(
                 await until(lambda: one.get("a-1") and two.get("a-1"))
 
 
-async def test_a_store_that_forgot_and_heard_of_more_since_is_told_again_too(tmp_path: Path) -> None:
+async def test_a_store_that_forgot_and_heard_of_more_since_is_told_again_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "LOOK_SECONDS", 60.0)
     async with RedisServer() as server, desks(server.url, tmp_path) as (one, two):
         _, [key] = await one.create("a")
         await two.find(key)
-        for desk in (one, two):
-            await stop(desk.sessions._events[RUN]._following)
+        links = [desk.sessions._events[RUN] for desk in (one, two)]
+        for each in links:
+            each._link.unsubscribe(each._channel, each._hear)
         await server.ask("FLUSHALL")
         async with desks(server.url, tmp_path, 1) as (three,):
             for number in range(20):
                 await three.create(f"s{number}")
             await one.create("b")
             assert (await three.find(key)).known.session == "a"
+        for each in links:
+            each._link.subscribe(each._channel, each._hear)
 
 
 async def test_what_weights_a_group_met_first_holds_wherever_its_members_ask(tmp_path: Path) -> None:

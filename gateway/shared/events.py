@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +27,12 @@ SCRIPT = Script(scripts.read("sessions"))
 
 LOOK_SECONDS = 1.0
 """How often is asked what happened, whether a message came or not."""
+
+AGAIN_SECONDS = 0.1
+"""How soon after it could not be."""
+
+TOGETHER = 100
+"""Calls at once when the store is told again."""
 
 Words = Sequence[str | bytes | int]
 
@@ -67,10 +73,10 @@ class Events:
         self._keys = (prefix, scripts.keys(run, "")[0])
         self._channel = prefix + b"sessions"
         self._memory = ""
-        """Names the store's memory; nothing: it was never asked."""
-        self._number = -1
-        """Of the last event that is known; -1: none is, and whether there were any."""
-        self._beginning = asyncio.Lock()
+        """Names the store's memory."""
+        self._number = 0
+        """Of the last event that is known."""
+        self._ready = asyncio.Event()
         self._look = asyncio.Event()
         link.connected.append(self.soon)
         link.subscribe(self._channel, self._hear)
@@ -79,7 +85,7 @@ class Events:
     @property
     def ready(self) -> bool:
         """All that had happened before is known."""
-        return self._number >= 0
+        return self._ready.is_set()
 
     async def close(self) -> None:
         self._link.connected.remove(self.soon)
@@ -89,9 +95,15 @@ class Events:
     async def call(self, operation: str, *words: str | bytes | int) -> Any:
         """What an operation of the script gives; what happened until then is known. Raises `StoreFault`."""
         if not self.ready:
-            await self.catch_up()
+            await self._known()
         sent = self._number
-        return await self._heard(sent, await self._link.call(SCRIPT, self._keys, self._args(operation, words, sent)))
+        reply = await self._link.call(SCRIPT, self._keys, self._args(operation, words, sent))
+        if not self._heard(sent, reply):
+            self.soon()
+            await self._known()
+        elif self._number < reply[1]:
+            await self.call("since")
+        return reply[3]
 
     def tell(self, operation: str, *words: str | bytes | int) -> None:
         """As `call`, for what nobody waits for. Nothing where the store is away."""
@@ -100,30 +112,38 @@ class Events:
 
     async def catch_up(self) -> None:
         """Learn what has happened. Raises `StoreFault`."""
-        if self.ready:
-            await self.call("since")
-        else:
-            await self._begin("")
+        await self.call("since")
 
     def soon(self) -> None:
         """Look at once."""
         self._look.set()
 
+    async def _known(self) -> None:
+        """Wait until all is known. Raises `StoreFault` where that takes too long."""
+        try:
+            async with asyncio.timeout(self._link.seconds):
+                await self._ready.wait()
+        except TimeoutError:
+            raise self._link.fault() from None
+
     # --- what happens
-    async def _heard(self, sent: int, reply: Sequence[Any]) -> Any:
-        """Take in what a reply brings beside its result. `sent`: the number that was known when it was asked for."""
-        memory, number, events, result = reply
+    def _heard(self, sent: int, reply: Sequence[Any]) -> bool:
+        """Take in what a reply brings beside its result. `sent`: the number that was known when it was asked for.
+
+        False: all must be learnt anew.
+        """
+        memory, number, events, _ = reply
+        if not self.ready:
+            return False
         if memory.decode() != self._memory or number < sent:
             log.warning("the store may have forgotten sessions: it is told again", run=self._run)
-            await self._begin(self._memory)
+            self._ready.clear()
         elif events is None:
-            await self._begin(self._memory)
+            self._ready.clear()
         else:
             for each, text in events:
                 self._take(each, text)
-            if self._number < number:
-                await self.call("since")
-        return result
+        return self.ready
 
     def _hear(self, message: bytes) -> None:
         number, _, text = message.partition(b" ")
@@ -137,23 +157,26 @@ class Events:
             self._witness.happened(orjson.loads(text))
         return number <= self._number
 
-    async def _begin(self, before: str) -> None:
-        """Learn all that there is. `before`: the memory that was known when this was found to be needed."""
-        async with self._beginning:
-            if self._memory != before:
-                return
-            for operation, words in self._witness.known():
-                await self._ask(operation, *words)
-            memory, number, *_ = await self._ask("since")
-            kept, cursor = [], b"0"
-            while True:
-                *_, (cursor, *some) = await self._ask("all", cursor)
-                kept += some
-                if cursor == b"0":
-                    break
-            self._witness.found(_kept(each) for each in kept)
-            self._memory, self._number = memory.decode(), number
-        await self.call("since")
+    async def _begin(self) -> None:
+        """Tell what is known, and learn all that there is. Raises `StoreFault`."""
+        told: list[Awaitable[Any]] = []
+        for operation, words in self._witness.known():
+            told.append(self._ask(operation, *words))
+            if len(told) == TOGETHER:
+                await asyncio.gather(*told)
+                told.clear()
+        await asyncio.gather(*told)
+        memory, number, *_ = await self._ask("since")
+        kept, cursor = [], b"0"
+        while True:
+            *_, (cursor, *some) = await self._ask("all", cursor)
+            kept += some
+            if cursor == b"0":
+                break
+        self._witness.found(_kept(each) for each in kept)
+        self._memory, self._number = memory.decode(), number
+        self._ready.set()
+        self.soon()
 
     async def _ask(self, operation: str, *words: str | bytes | int) -> Any:
         """A call that brings no events."""
@@ -164,11 +187,17 @@ class Events:
 
     async def _follow(self) -> None:
         while True:
-            with suppress(StoreFault):
-                await self.catch_up()
             self._look.clear()
+            with suppress(StoreFault):
+                if not self.ready:
+                    await self._begin()
+                else:
+                    sent = self._number
+                    reply = await self._link.call(SCRIPT, self._keys, self._args("since", (), sent))
+                    if not self._heard(sent, reply) or self._number < reply[1]:
+                        continue
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_SECONDS):
+                async with asyncio.timeout(LOOK_SECONDS if self.ready else AGAIN_SECONDS):
                     await self._look.wait()
 
 
