@@ -122,7 +122,7 @@ async def test_without_keys_it_refuses_to_listen_and_says_why(environment: Path,
 async def services(environment: Path, folder: Path) -> AsyncIterator[int]:
     """The services of docker-compose.yml as processes: each its own command, at ports of this machine. Gives the
     gateway's port when its health check passes."""
-    told = together(["docker-compose.yml"], {})["services"]
+    told = together(["docker-compose.yml"], {"DETGATE_WORKERS": "2"})["services"]
     ports = {name: free_port() for name in ("policy-0", "policy-1", "reward-0", "redis", "gateway")}
     config = (ROOT / "deploy" / "compose" / "gateway.yaml").read_text()
     commands = {"redis": [*told["redis"]["command"], "--port", str(ports["redis"]), "--dir", str(folder)]}
@@ -151,8 +151,13 @@ async def test_the_services_of_compose_find_each_other(environment: Path, tmp_pa
     async with services(environment, tmp_path) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
         await all_up(http, 3)
         body = {"model": "sim-model", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
-        answers = [await http.post("/sessions/s/v1/chat/completions", json=body) for _ in range(2)]
-        assert [answer.headers["x-detgate-index"] for answer in answers] == ["0", "1"]
+        indices = []
+        for _ in range(6):
+            # A connection each, so that either worker may have it.
+            async with httpx.AsyncClient(base_url=http.base_url) as client:
+                answer = await client.post("/sessions/s/v1/chat/completions", json=body)
+            indices.append(answer.headers["x-detgate-index"])
+        assert indices == ["0", "1", "2", "3", "4", "5"]
         scored = await http.post("/classify", json={"model": "sim-reward", "input": "an answer"})
         assert scored.headers["x-detgate-replica"] == "reward-0"
         assert "detgate_requests_total{" in (await http.get("/metrics")).text
