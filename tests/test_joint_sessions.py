@@ -290,24 +290,41 @@ async def test_a_store_that_forgot_is_told_again_by_whoever_knows(
                 await until(lambda: one.get("a-1") and two.get("a-1"))
 
 
-async def test_a_store_that_forgot_and_heard_of_more_since_is_told_again_too(
+async def test_a_store_that_forgot_and_was_told_by_another_since_is_told_again_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events, "LOOK_SECONDS", 60.0)
     async with RedisServer() as server, desks(server.url, tmp_path) as (one, two):
-        _, [key] = await one.create("a")
-        await two.find(key)
         links = [desk.sessions._events[RUN] for desk in (one, two)]
+        await one.create("a")
+        await two.sessions._events[RUN].catch_up()
         for each in links:
             each._link.unsubscribe(each._channel, each._hear)
+        _, [key] = await two.create("known to two alone")
         await server.ask("FLUSHALL")
-        async with desks(server.url, tmp_path, 1) as (three,):
-            for number in range(20):
-                await three.create(f"s{number}")
-            await one.create("b")
-            assert (await three.find(key)).known.session == "a"
+        await one.create("b")
+        await one.create("c")
+        await two.create("d")
+        assert (await one.find(key)).known.session == "known to two alone"
         for each in links:
             each._link.subscribe(each._channel, each._hear)
+
+
+async def test_who_hears_that_it_has_missed_something_looks_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "LOOK_SECONDS", 60.0)
+    async with RedisServer() as server, desks(server.url, tmp_path) as (one, two):
+        await two.create("before")
+        link = two.sessions._events[RUN]
+        link._link.unsubscribe(link._channel, link._hear)
+        await one.create("missed")
+        link._link.subscribe(link._channel, link._hear)
+        while (await server.ask("PUBSUB", "NUMSUB", link._channel))[1] < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        assert two.get("missed") is None
+        await one.create("heard")
+        await until(lambda: two.get("missed") and two.get("heard"))
 
 
 async def test_what_weights_a_group_met_first_holds_wherever_its_members_ask(tmp_path: Path) -> None:
