@@ -120,6 +120,9 @@ class Gateway:
         def scopes() -> Iterable[tuple[tuple[str, ...], float]]:
             return (((), self._store.scopes),)
 
+        def owed() -> Iterable[tuple[tuple[str, ...], float]]:
+            return (((), self._store.owed),)
+
         add = self.telemetry.gauge
         add("detgate_in_flight", "Requests on their way to a replica or in it.", replica_labels, loads)
         add("detgate_replica_up", "1 while a replica answers its probes.", replica_labels, ups, "min")
@@ -138,4 +141,5 @@ class Gateway:
         add("detgate_paused_waiting", "Requests that wait for that.", ("pool",), held_back)
         add("detgate_lane_waiting", "Requests that wait in lanes.", ("pool",), waiting)
         add("detgate_scopes", "Counters in memory.", (), scopes)
+        add("detgate_store_owed", "Ends of claims that the store could not be told yet.", (), owed)
         add("detgate_sessions", "Sessions that were created and have not ended.", (), sessions, "max")

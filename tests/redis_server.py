@@ -57,6 +57,7 @@ class RedisServer:
 
     async def __aenter__(self) -> Self:
         await self.start()
+        await self.meet()
         return self
 
     async def __aexit__(

@@ -25,6 +25,7 @@ SERIES = {
     "detgate_paused": {"pool"},
     "detgate_paused_waiting": {"pool"},
     "detgate_sessions": set(),
+    "detgate_store_owed": set(),
     "detgate_racing": set(),
     "detgate_index_reused": set(),
     "detgate_unseeded": {"route"},

@@ -33,6 +33,10 @@ class Store(Protocol):
     def scopes(self) -> int:
         """Counters that are in memory."""
 
+    @property
+    def owed(self) -> int:
+        """Ends of claims that could not be told yet."""
+
     async def claim(self, scope: ScopeKey, ask: Ask, settle_seconds: float) -> Claim:
         """Take an index; waits at most `settle_seconds` where the rule says wait. Who waits longest is first.
 

@@ -60,6 +60,7 @@ class MemoryStore:
 
     shared = False
     gateway: str | None = None
+    owed = 0
 
     def __init__(self, scopes: int = SCOPES) -> None:
         self._batch = min(BATCH, 1 + scopes // 8)

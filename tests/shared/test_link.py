@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
 
+from gateway import stores
 from gateway.core.errors import StoreFault
+from gateway.settings import InvalidSettings, Settings
+from gateway.shared.address import parse
 from gateway.shared.link import Link, Script
+from tests import ports
 from tests.redis_server import Front, RedisServer, linked
 
 ECHO = Script("return ARGV[1]")
@@ -170,3 +176,57 @@ async def test_a_password_is_sent_and_never_logged(right: bool) -> None:
                     assert "WRONGPASS" in (link.why_down or "")
                 said = str(lines) + str(link.address) + repr(link.address) + str(link.why_down)
         assert word not in said
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_tls_is_spoken_with_a_server_that_is_known(trusted: bool) -> None:
+    folder = Path(__file__).parent / "tls"
+    certificate, key = str(folder / "certificate.pem"), str(folder / "key.pem")
+    port = ports.free()
+    files = ("--tls-cert-file", certificate, "--tls-key-file", key, "--tls-ca-cert-file", certificate)
+    async with RedisServer("--tls-port", str(port), *files, "--tls-auth-clients", "no"):
+        option = f"?ssl_ca_certs={certificate}" if trusted else ""
+        async with linked(f"rediss://127.0.0.1:{port}/0{option}", 1.0) as link:
+            if trusted:
+                assert await link.call(ECHO, (), ("x",)) == b"x"
+            else:
+                with pytest.raises(StoreFault):
+                    await link.call(ECHO, (), ("x",))
+                assert "certificate verify failed" in (link.why_down or "")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("redis://h/x", "the database is no number"),
+        ("redis://:s-1@h?colour=red", "colour is no option"),
+        ("redis://h?ssl_ca_certs=f", "ssl_ options need rediss://"),
+        ("rediss://h?ssl_ca_certs=/none", "a certificate cannot be read"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_refused_without_its_secrets(url: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
+        parse(url)
+    assert "s-1" not in str(refused.value)
+
+
+def test_a_url_tells_where_and_who() -> None:
+    address = parse("redis://me:p%40ss@[::1]:7000/3")
+    assert (address.host, address.port, address.db, address.username, address.password) == (
+        "::1",
+        7000,
+        3,
+        "me",
+        "p@ss",
+    )
+    assert str(address) == "[::1]:7000/3"
+    assert parse("redis://h?password=q").password == "q"
+
+
+def test_without_its_package_the_store_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hiredis", None)
+    for name in [name for name in sys.modules if name.startswith(("gateway.shared", "gateway.stores.redis"))]:
+        monkeypatch.delitem(sys.modules, name)
+    settings = Settings.load(None, {}, {"run": "r", "state": "redis://h"})
+    with pytest.raises(InvalidSettings, match=r"needs the package hiredis.*pip install 'detgate\[redis\]'"):
+        stores.build(settings, lambda: None)
