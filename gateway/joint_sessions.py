@@ -102,7 +102,8 @@ class JointSessions(Sessions):
         events = self._events.get(run)
         if events is None:
             return
-        if not events.ready or (key.startswith(PREFIX) and digest(key) not in self._by_key):
+        holder = self._by_key.get(digest(key)) if key.startswith(PREFIX) else None
+        if not events.ready or (key.startswith(PREFIX) and (holder is None or holder.state != "open")):
             await events.catch_up()
 
     async def refresh(self, session: Session) -> None:
