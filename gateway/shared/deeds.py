@@ -87,7 +87,7 @@ def told(folder: Path, gateway: str, live: Live) -> Telling:
     """What the ledger in a run's folder tells of this gateway, and of others that can tell no more."""
     fates: dict[tuple[str, str, int], Fate] = {}
     gateways: set[str] = set()
-    for record in _records(folder):
+    for owner, record in _records(folder):
         place = (record["session"], record["identity"], record["index"])
         fate = fates.get(place) or fates.setdefault(place, Fate(*place))
         if record["event"] == "opened":
@@ -102,7 +102,7 @@ def told(folder: Path, gateway: str, live: Live) -> Telling:
         elif record["event"] == "complete":
             fate.used = True
         else:
-            whose = record.get("gateway")
+            whose = record.get("gateway", owner)
             if fate.open.get(whose):
                 fate.open[whose] -= 1
             fate.used |= record["used"]
@@ -119,9 +119,10 @@ def told(folder: Path, gateway: str, live: Live) -> Telling:
     return Telling(deeds, sorted(gateways - alive - {gateway}))
 
 
-def _records(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every claim and end. What another process is just writing is passed over."""
+def _records(folder: Path) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """Every claim and end, and which gateway wrote it. What another process is just writing is passed over."""
     for file in sorted(folder.glob("*.jsonl")):
+        owner = None
         with file.open("rb") as segment:
             for line in segment:
                 try:
@@ -129,7 +130,9 @@ def _records(folder: Path) -> Iterator[dict[str, Any]]:
                 except orjson.JSONDecodeError:
                     continue
                 if isinstance(record, dict) and record.get("event") in ("opened", "complete", "closed"):
-                    yield record
+                    if record["event"] == "opened":
+                        owner = record.get("gateway")
+                    yield owner, record
 
 
 # --- what was known of the store's memory when this run was last served from here
@@ -163,14 +166,25 @@ def show(folder: Path, gateway: str) -> int:
     return descriptor
 
 
+def hide(folder: Path, gateway: str, shown: int) -> None:
+    """Show it no more."""
+    (folder / f"{gateway}.gateway").unlink(missing_ok=True)
+    os.close(shown)
+
+
 def living(folder: Path) -> set[str]:
     """The gateways that live. The files of others are removed."""
     alive = set()
     for file in folder.glob("*.gateway"):
-        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             alive.add(file.stem)
+        else:
+            file.unlink(missing_ok=True)
         os.close(descriptor)
     return alive

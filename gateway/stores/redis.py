@@ -251,8 +251,8 @@ class SharedRun:
 
     def hide(self) -> None:
         """Live no more, for those who share the folder."""
-        if self._shown is not None:
-            os.close(self._shown)
+        if self._shown is not None and self._folder is not None:
+            deeds.hide(self._folder, self._store.terms.gateway, self._shown)
             self._shown = None
 
     # --- what this process knows

@@ -1,0 +1,74 @@
+"""What the ledger tells of gateways that can, and of those that can tell no more."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from gateway.shared import deeds
+from gateway.shared.part import Memory
+
+REPEAT, RACED, STANDS, TOKENS = 7, 8, 9, 11
+
+
+def opened(gateway: str, index: int, **given: Any) -> dict[str, Any]:
+    record: dict[str, Any] = {"event": "opened", "gateway": gateway, "session": "s", "identity": "me", "index": index}
+    record |= {"order": "arrival", "digest": "ab", "content": None, "key": None, "repeat": 0, "flags": []}
+    return record | given
+
+
+def closed(index: int, *, used: bool) -> dict[str, Any]:
+    return {"event": "closed", "session": "s", "identity": "me", "index": index, "used": used, "racing": False}
+
+
+def written(folder: Path, name: str, *records: dict[str, Any], torn: bytes = b"") -> None:
+    lines = b"".join(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE) for record in records)
+    (folder / f"{name}.jsonl").write_bytes(lines + torn)
+
+
+def stands(telling: Any) -> dict[int, str]:
+    return {deed[4]: deed[STANDS] + str(deed[TOKENS]) for deed in telling.deeds}
+
+
+def test_it_tells_of_its_own_claims_which_are_live_used_and_released(tmp_path: Path) -> None:
+    ends = [closed(0, used=True), closed(1, used=False)]
+    written(tmp_path, "1", *(opened("g", index) for index in range(4)), *ends, torn=b'{"event": "op')
+    telling = deeds.told(tmp_path, "g", {("s", "me", 2): ["o7"]})
+    assert stands(telling) == {0: "u", 1: "r", 2: "ro7", 3: "r"}
+    assert list(telling.others) == []
+
+
+def test_an_answer_that_was_complete_is_used_though_its_gateway_died(tmp_path: Path) -> None:
+    written(tmp_path, "1", opened("dead", 0), {"event": "complete", "session": "s", "identity": "me", "index": 0})
+    telling = deeds.told(tmp_path, "g", {})
+    assert stands(telling) == {0: "u"}
+    assert list(telling.others) == ["dead"]
+
+
+def test_what_is_in_flight_at_another_that_lives_it_does_not_tell(tmp_path: Path) -> None:
+    written(tmp_path, "1", opened("alive", 0), opened("alive", 1), closed(1, used=False), opened("dead", 2))
+    shown = deeds.show(tmp_path, "alive")
+    os.close(deeds.show(tmp_path, "dead"))
+    telling = deeds.told(tmp_path, "g", {})
+    assert stands(telling) == {1: "r", 2: "r"}
+    assert list(telling.others) == ["dead"]
+    assert [file.name for file in tmp_path.glob("*.gateway")] == ["alive.gateway"]
+    deeds.hide(tmp_path, "alive", shown)
+    assert deeds.living(tmp_path) == set()
+
+
+def test_repeats_of_one_request_are_told_from_many_requests(tmp_path: Path) -> None:
+    again = [opened("g", 0), closed(0, used=False), opened("g", 0, repeat=1), closed(0, used=True)]
+    many = [opened("g", 1), closed(1, used=False), opened("g", 1), closed(1, used=True)]
+    written(tmp_path, "1", *again, *many)
+    told = {deed[4]: (deed[REPEAT], deed[STANDS]) for deed in deeds.told(tmp_path, "g", {}).deeds}
+    assert told == {0: (1, "u"), 1: (0, "m")}
+
+
+def test_what_was_known_of_the_store_is_kept_with_the_run(tmp_path: Path) -> None:
+    assert deeds.recall(tmp_path) == Memory()
+    deeds.remember(tmp_path, Memory(3, "name"))
+    assert deeds.recall(tmp_path) == Memory(3, "name")
