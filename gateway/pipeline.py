@@ -86,14 +86,6 @@ class Pipeline:
     async def serve(self, request: Request, client: Client) -> None:
         """Answer one request, whatever happens."""
         self._serving += 1
-        try:
-            await self._walk(request, client)
-        finally:
-            self._serving -= 1
-            if self.draining and not self._serving:
-                self.drained.set()
-
-    async def _walk(self, request: Request, client: Client) -> None:
         work = Work(asyncio.get_running_loop().time())
         if self._bodies:
             client = work.heard = Heard(client, self._bodies)
@@ -129,7 +121,12 @@ class Pipeline:
             log.exception("request failed", path=request.path)
             self._refuse(work, client, Fault("The gateway failed; its log says why."))
         finally:
-            await self._record.closed(work, started=client.started)
+            try:
+                await self._record.closed(work, started=client.started)
+            finally:
+                self._serving -= 1
+                if self.draining and not self._serving:
+                    self.drained.set()
 
     # --- identify: the names that the request gives, and the session, if it was created.
     def _identify(self, request: Request, location: identity.Location) -> tuple[identity.Named, Session | None]:

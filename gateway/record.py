@@ -13,7 +13,6 @@ from gateway.answers import answered
 from gateway.bodies import kept
 from gateway.core import plan, sse
 from gateway.core.errors import StoreFault, UpstreamFault
-from gateway.core.indexing import Claim
 from gateway.gates import UNNAMED
 from gateway.runs import Run
 from gateway.sending import Job
@@ -97,11 +96,8 @@ class Record:
             return
         if _whole(work) and (run := _recorded(work)) is not None:
             run.ledger.complete({"event": "complete", **_names(work.scope, work.claim.index)})
-        await self._complete(work, work.scope, work.claim)
-
-    async def _complete(self, work: Work, scope: ScopeKey, claim: Claim) -> None:
         work.completed = True
-        work.raced = await self._store.complete(scope, claim.index)
+        work.raced = await self._store.complete(work.scope, work.claim.index)
 
     async def closed(self, work: Work, *, started: bool) -> None:
         """The request is over. `started`: bytes of an answer had reached the client."""
@@ -114,7 +110,8 @@ class Record:
         if work.claim is not None and work.scope is not None:
             used = answer.delivered or (started and _good_so_far(work))
             if not work.completed:
-                await self._complete(work, work.scope, work.claim)
+                work.completed = True
+                work.raced = await self._store.complete(work.scope, work.claim.index)
             await self._store.settle(work.scope, work.claim.index, used=used)
             if (run := _recorded(work)) is not None:
                 self._close_record(work, run, used, now)
@@ -168,10 +165,14 @@ class Record:
         assert work.plan is not None
         assert work.asked is not None
         answer, job = work.answer, work.job
+        run_name, session, identity = work.scope
         record: dict[str, Any] = {
             "event": "closed",
             "time": time.time(),
-            **_names(work.scope, work.plan.index),
+            "run": run_name,
+            "session": session,
+            "identity": identity,
+            "index": work.plan.index,
             "outcome": _outcome(work),
             "used": used,
             "racing": work.raced,
@@ -257,7 +258,8 @@ _UNSEEN: dict[str, Any] = dict.fromkeys(("finish_reasons", "usage", "answer", "a
 
 
 def _names(scope: ScopeKey, index: int) -> dict[str, Any]:
-    return {"run": scope.run, "session": scope.session, "identity": scope.identity, "index": index}
+    run, session, identity = scope
+    return {"run": run, "session": session, "identity": identity, "index": index}
 
 
 def _recorded(work: Work) -> Run | None:

@@ -144,7 +144,8 @@ class Client:
 
     async def flushed(self) -> bool:
         """Wait until the client has taken what was written. False if it left instead."""
-        await self._protocol.written()
+        if self._protocol.paused:
+            await self._protocol.written()
         return not self.disconnected
 
     def _connection(self) -> bytes:
@@ -388,6 +389,11 @@ class Carrier(HttpToolsProtocol):
         return cycle is not None and not cycle.response_complete
 
     # --- writing
+    @property
+    def paused(self) -> bool:
+        """The client takes less than is written."""
+        return self._paused_since is not None
+
     def own_lines(self) -> bytes:
         """The header lines that the server gives every answer; uvicorn makes them anew when the date has changed."""
         own = self.server_state.default_headers

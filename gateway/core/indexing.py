@@ -211,6 +211,10 @@ class Scope:
 
         `raced`: it has waited for a rival, so the network decided which of them came first.
         """
+        if self.kind is None and not (
+            raced or ask.repeat or ask.key is not None or ask.number is not None or self.asked
+        ):
+            return self._first(ask)
         self._check_kind(ask)
         if ask.key is not None and (keyed := self.session.keys.get(ask.key)) is not None:
             return self._by_key(ask, keyed)
@@ -225,6 +229,15 @@ class Scope:
             if ask.key is not None:
                 self._bind(ask.key, claim.index, ask.content)
         return claim
+
+    def _first(self, ask: Ask) -> Claim:
+        """The first index of the counter, for which nobody races and which repeats nothing."""
+        raw = ask.raw
+        self.kind, self.next, self.calm = ask.kind, 1, {0}
+        self.live[0] = Live(raw, drawn=True, claims=1, open=1)
+        self.asked[raw] = Asked(0, 0, 1)
+        self.drawn[raw] = 1
+        return Claim(0)
 
     def complete(self, index: int) -> bool:
         """The answer to one claim has ended: it races no more. Says whether the index raced."""
