@@ -20,7 +20,7 @@ from gateway.introductions import introduce
 from gateway.passes import Passes
 from gateway.settings import Settings
 from gateway.tasks import start, stop
-from gateway.upstream import trust
+from gateway.upstream import absent, trust
 
 log = structlog.get_logger("detgate.health")
 
@@ -235,11 +235,11 @@ class Health:
 
 
 def _refused(error: BaseException | None) -> bool:
-    """Whether a connection failed because no server listens: the HTTP library wraps what the system said."""
+    """Whether a connection failed because no server is there: the HTTP library wraps what the system said."""
     for _ in range(WRAPPINGS):
         if isinstance(error, BaseExceptionGroup):
             return all(map(_refused, error.exceptions))
-        if error is None or isinstance(error, ConnectionRefusedError):
+        if error is None or absent(error):
             return error is not None
         error = error.__cause__
     return False

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
+import socket
 import ssl
 import zlib
 from collections import deque
@@ -335,8 +336,21 @@ class Connection(asyncio.Protocol):
         return [field for field in headers if field[0] != b"content-encoding"]
 
 
+def absent(error: BaseException) -> bool:
+    """Whether it proves that no server is there: the connection was refused, or nobody has the name.
+
+    A name server that does not answer proves nothing.
+    """
+    return isinstance(error, ConnectionRefusedError) or (
+        isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_NAME
+    )
+
+
+_NO_SUCH_NAME = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+
+
 def _blame(error: OSError) -> Blame:
-    if isinstance(error, ConnectionRefusedError):
+    if absent(error):
         return "refused"
     return "none" if error.errno in OWN_ERRORS else "broke"
 

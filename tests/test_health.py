@@ -109,6 +109,12 @@ def nowhere() -> httpx.ConnectError:
     return error
 
 
+def nobody_to_ask() -> httpx.ConnectError:
+    error = httpx.ConnectError("Temporary failure in name resolution")
+    error.__cause__ = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+    return error
+
+
 def no_files() -> httpx.ConnectError:
     error = httpx.ConnectError("Too many open files")
     error.__cause__ = OSError(errno.EMFILE, "Too many open files")
@@ -136,7 +142,8 @@ GOOD = answering(httpx.Response(200))
     [
         (refused(), 1),
         (refused_everywhere(), 1),
-        (nowhere(), 3),
+        (nowhere(), 1),
+        (nobody_to_ask(), 3),
         (no_files(), 3),
         (httpx.ReadTimeout("slow"), 3),
         (httpx.ConnectTimeout("slow"), 3),
@@ -147,7 +154,7 @@ GOOD = answering(httpx.Response(200))
     ],
     ids=repr,
 )
-async def test_one_refused_connection_is_proof_and_anything_else_takes_three(
+async def test_a_refused_connection_or_an_unknown_name_is_proof_and_anything_else_takes_three(
     health: Exception | httpx.Response, needed: int
 ) -> None:
     subject = Probed()

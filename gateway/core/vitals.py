@@ -1,6 +1,7 @@
 """When a replica gets requests: a rule over the outcomes of probes and of sendings, without a clock.
 
-One refused connection is proof that no server listens. Anything else may be a busy server: it takes several in a row.
+One refused connection is proof that no server listens, and so is a name that nobody has. Anything else may be a busy
+server: it takes several in a row.
 Apart from that, a server may answer its probes and break every request. Then its breaker opens, and each passing probe
 lets one request through to find out whether it serves again.
 """

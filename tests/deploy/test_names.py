@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.core import routing
+from gateway.upstream import absent
 from tests.harness import FakeWorker, Gate, chat, gateway, pool
 
 NAMES = ("policy-0.policy.inference.svc", "policy-1.policy.inference.svc")
@@ -43,13 +44,27 @@ async def test_requests_follow_a_replica_to_its_new_address(monkeypatch: pytest.
                 # The pod ends: nothing listens there, and its name is not known for a while.
                 del names.addresses[NAMES[0]]
                 await first.stop()
-                await gate.until(lambda: not gate.gateway.fleet.pools["policy"].replicas["policy-0"].up)
                 waiting = asyncio.create_task(served(gate, HOMES[1]))
+                await gate.until(lambda: not gate.gateway.fleet.pools["policy"].replicas["policy-0"].up)
                 async with second:
                     names.addresses[NAMES[0]] = second.host
                     assert await waiting == "policy-0"
                     assert await served(gate, HOMES[2]) == "policy-0"
     assert (len(first.seen), len(second.seen), len(other.seen)) == (1, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "proof"),
+    [
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), True),
+        (socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"), False),
+        (ConnectionRefusedError(), True),
+        (TimeoutError(), False),
+        (OSError(113, "No route to host"), False),
+    ],
+)
+def test_a_name_server_that_is_silent_proves_nothing(error: OSError, proof: bool) -> None:
+    assert absent(error) is proof
 
 
 HOMES = [index for index in range(20) if routing.best(f"s:{index}", ["policy-0", "policy-1"]) == "policy-0"]
