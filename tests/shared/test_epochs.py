@@ -381,6 +381,8 @@ happenings = st.lists(
 
 @settings(max_examples=max(10, EXAMPLES // 10), deadline=None)
 @given(happenings)
+@example([("claims", 0, ask("x")), ("copied",), ("ends", 0, False), ("forgets", 0), ("claims", 0, ask("x"))])
+@example([("claims", 0, ask("x")), ("copied",), ("ends", 0, True), ("forgets", 0), ("claims", 0, ask("x"))])
 @example(
     [("claims", 1, ask("x")), ("ends", 0, False), ("claims", 0, ask("y")), ("forgets", 0), ("claims", 0, ask("x"))]
 )
