@@ -128,6 +128,7 @@ async def test_an_end_is_decided_once_and_says_what_the_last_request_came_to_whe
         _, [key] = await one.create("a", failed_reward=-1.5)
         here, there = await one.find(key), await two.find(key)
         two.serve(there, 0, None, "replica_broke")
+        await two.sessions.refresh(there)
         await one.sessions.refresh(here)
         assert here.trouble == "replica_broke"
         await asyncio.gather(one.sessions.end(here), two.sessions.end(there), one.sessions.end(here))
