@@ -89,8 +89,8 @@ class Part:
         """What calls carry; None: it does not take part."""
         self.peers: dict[str, None] = {}
         """All that were seen to take part, this one too."""
-        self.why_not: Fault | None = None
-        """What keeps it from taking part, where it is not the store's silence."""
+        self._refused: Sequence[bytes] = ()
+        """The store's answer, where that keeps it from taking part."""
         self.keys = scripts.keys(run, terms.gateway)
         self._link = link
         self._terms = terms
@@ -101,19 +101,24 @@ class Part:
         self._out.set()
         link.connected.append(self.leave)
 
+    @property
+    def why_not(self) -> Fault | None:
+        """What keeps it from taking part, where it is not the store's silence."""
+        return self._refusal(self._refused) if self._refused else None
+
     async def join(self) -> bytes:
         """Wait until it takes part, `timeouts.store` at most; what calls carry.
 
         Raises `StoreFault`, `Busy` where the run began with other settings, and `Gone` where it was over long ago.
         """
-        if self.connection is None and self.why_not is None:
+        if self.connection is None and not self._refused:
             try:
                 async with asyncio.timeout(self._link.seconds):
                     await self._in.wait()
             except TimeoutError:
                 raise self._link.fault() from None
-        if self.why_not is not None:
-            raise self.why_not
+        if (why_not := self.why_not) is not None:
+            raise why_not
         if self.connection is None:
             raise self._link.fault()
         return self.connection
@@ -197,10 +202,10 @@ class Part:
                 case b"report":
                     await self._report(answer[2].decode(), int(answer[3]))
                 case b"wait":
-                    self.why_not = None
+                    self._refused = ()
                     await asyncio.sleep(min(int(answer[3]) / 1000, terms.lease / BEATS / 20))
                 case _:
-                    self.why_not = self._refusal(answer)
+                    self._refused = answer
                     self._in.set()
                     return
 
@@ -209,7 +214,7 @@ class Part:
             log.warning("the store may have forgotten: a new epoch", run=self.run, epoch=memory.epoch)
         told = self._reported == memory.name
         self.memory, self._reported = memory, ""
-        self.why_not = None
+        self._refused = ()
         self.connection = b"%d:%d" % (generation, memory.epoch)
         self._see([self._terms.gateway.encode()])
         self._deeds.resume(tokens if told else None)

@@ -144,7 +144,8 @@ class RedisStore:
         part = self._run(run).part
         if part.connection is not None:
             return None
-        return part.why_not.message if part.why_not is not None else "the store waits for what other gateways know"
+        why_not = part.why_not
+        return why_not.message if why_not is not None else "the store waits for what other gateways know"
 
     # --- runs
     def restore(self, run: str, folder: Path, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
