@@ -264,6 +264,7 @@ class Timeouts(Section):
     store: Seconds = Field(2.0, description="Seconds for one call to the store.")
     gateway: Seconds = Field(
         10.0,
+        ge=0.1,
         description="Seconds of silence after which a gateway of a run in redis counts as gone, and for which the others"
         " wait to be told what it did when redis may have forgotten.",
     )
