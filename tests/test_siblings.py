@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from gateway.siblings import Line, first, framed
+from gateway.settings import Settings
+from gateway.siblings import Line, Start, first, framed
 from gateway.tasks import start, stop
+from tests.harness import pool
 
 
 @asynccontextmanager
@@ -55,6 +57,28 @@ async def test_what_is_not_answered_ends_in_time_and_one_that_has_gone_is_known_
             await waiting
         with pytest.raises(ConnectionError):
             await here.ask("a", 5)
+
+
+def test_settings_arrive_as_they_were_sent_secrets_and_all() -> None:
+    given = {
+        "seed": 2**63 - 1,
+        "state": "redis://:secret@host/0",
+        "run": "r",
+        "workers": 2,
+        "profile": "strict",
+        "auth": {"api_keys": ["a key"], "admin_key": "another"},
+        "pools": [pool("policy", "http://a:1", api_key="upstream")],
+    }
+    settings = Settings.load(None, {}, given)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(framed(Start(1, settings, None, resume=True, new_run=False)))
+        begin: Start = first(theirs)
+    assert begin.settings == settings
+    assert begin.settings.digest() == settings.digest()
+    assert begin.settings.auth.api_keys[0].get_secret_value() == "a key"
+    assert begin.settings.pools[0].api_key == settings.pools[0].api_key
+    assert (begin.number, begin.picture, begin.resume, begin.new_run) == (1, None, True, False)
 
 
 def test_the_first_value_is_read_before_there_is_a_loop() -> None:

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.cli import main
 from gateway.settings import Settings
 from gateway.siblings import Count
 from gateway.telemetry import Telemetry
@@ -199,33 +200,25 @@ def _alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_what_cannot_be_served_ends_at_once_and_says_why_once(tmp_path: Path) -> None:
-    given = {"pools": [pool("policy", "http://127.0.0.1:1")], "workers": 3}
+def test_what_cannot_be_served_ends_at_once_and_says_why_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text(yaml.safe_dump({"pools": [pool("policy", "http://127.0.0.1:1")], "workers": 3, "run": "r"}))
+    command = ["serve", "--config", str(file), "--ledger", str(tmp_path / "ledger")]
+    assert main(command) == 2
+    line = "detgate: workers: 3 cannot share state: memory; set state: redis://…, or workers: 1\n"
+    assert capsys.readouterr().err == line
 
-    def told(**settings: Any) -> tuple[int, str]:
-        file = tmp_path / "gateway.yaml"
-        file.write_text(yaml.safe_dump(given | settings))
-        command = [
-            sys.executable,
-            "-m",
-            "gateway",
-            "serve",
-            "--config",
-            str(file),
-            "--ledger",
-            str(tmp_path / "ledger"),
-        ]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    def told(*more: str) -> tuple[int, str]:
+        whole = [sys.executable, "-m", "gateway", *command, *more]
+        ended = subprocess.run(whole, capture_output=True, text=True, timeout=30, check=False)
         return ended.returncode, ended.stderr
 
-    assert told() == (
-        2,
-        "detgate: workers: 3 cannot share state: memory; set state: redis://…, or workers: 1\n",
-    )
-    status, text = told(state="redis://127.0.0.1:1/0?nonsense=1", run="r", port=0)
+    status, text = told("--state", "redis://127.0.0.1:1/0?nonsense=1", "--port", "0")
     assert (status, text.count("nonsense is no option")) == (2, 1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        status, text = told(state="redis://127.0.0.1:1/0", run="r", port=taken.getsockname()[1])
+        status, text = told("--state", "redis://127.0.0.1:1/0", "--port", str(taken.getsockname()[1]))
         assert (status, text.count("cannot listen")) == (1, 1)
 
 
