@@ -147,6 +147,8 @@ class Workers:
                 # CTRL-C reaches all processes of a terminal: a worker is to hear of it from here alone.
                 start_new_session=True,
             )
+        if self._stopping.is_set():
+            post.process.terminate()
         post.line = Line(ours, self._answer_to(post), lambda news: self._heard(post, news))
         post.line.tell(Start(post.number, self._settings, self._picture, self._resume, self._new_run))
         reading = start(post.line.run(), f"line {post.number}")
