@@ -31,7 +31,7 @@ async def test_an_episode_goes_through_whichever_gateway(tmp_path: Path) -> None
         async with gateways(3, server.url, pool("policy", worker.url), **shared) as (one, two, three):
             started = (await post(one, "/rl/start_session", {"task_id": "17"})).json()
             key = started["api_key"]
-            ids = []
+            ids: list[str] = []
             for gate in (two, three, two):
                 answer = await post(gate, CHAT, chat(str(len(ids))), key)
                 assert (answer.status_code, answer.headers["x-detgate-index"]) == (200, str(len(ids)))
