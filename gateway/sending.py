@@ -301,7 +301,8 @@ class Dispatcher:
         joined: list[Sending] = []
         try:
             for call in calls:
-                joined.append(await self._join(job, call, set()))
+                replica = await self._to_home(job) if job.pool.fixed_home else self._chosen(job, set())
+                joined.append(self._put(job, call, replica))
             await job.pool.lanes.reserve([sending.place for sending in joined if sending.lane is not None])
         except BaseException:
             for sending in joined:
@@ -319,7 +320,12 @@ class Dispatcher:
         broke = attempts = 0
         fresh = False
         while True:
-            sending, joined = joined or await self._join(job, call, avoid), None
+            if joined is not None:
+                sending, joined = joined, None
+            elif job.pool.fixed_home:
+                sending = self._put(job, call, await self._to_home(job))
+            else:
+                sending = self._put(job, call, self._chosen(job, avoid))
             replica = sending.replica
             try:
                 if sending.lane is not None and not await self._turn(job, sending, sending.lane):
@@ -365,6 +371,10 @@ class Dispatcher:
             return sending
 
     # --- route
+    def _chosen(self, job: Job, avoid: set[str]) -> Replica:
+        """The replica for a call that waits for none."""
+        return self._follow(job, avoid) if job.follows else self._by_rule(job, avoid)
+
     def _by_rule(self, job: Job, avoid: set[str]) -> Replica:
         pool = job.pool
         loads = pool.loads(avoid)
@@ -412,12 +422,8 @@ class Dispatcher:
             retry_after=2,
         )
 
-    async def _join(self, job: Job, call: Call, avoid: set[str]) -> Sending:
-        """Choose a replica for a call and put it into the lane there. Waits for nothing but a home that is down."""
-        if job.pool.fixed_home:
-            replica = await self._to_home(job)
-        else:
-            replica = self._follow(job, avoid) if job.follows else self._by_rule(job, avoid)
+    def _put(self, job: Job, call: Call, replica: Replica) -> Sending:
+        """Let a call occupy its replica, and put it into the lane there. Raises `Busy`."""
         sending = self._occupy(job, call, replica)
         if sending.computes and job.pool.lanes.scope != "none":
             try:
@@ -529,7 +535,9 @@ class Dispatcher:
             job.method, replica.prefix, job.target, replica.head, own, job.headers, len(body),
         )  # fmt: skip
         job.replicas.append(replica.name)
-        exchange = await replica.connections.send(head, body, fresh=fresh)
+        exchange = None if fresh else replica.connections.again(head, body)
+        if exchange is None:
+            exchange = await replica.connections.send(head, body, fresh=fresh)
         sending.sent = exchange
         if sending.computes:
             replica.enter()

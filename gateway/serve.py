@@ -100,6 +100,8 @@ async def _serve(
         # What stands now stays: the collector need not walk it again at each of its rounds, under load.
         gc.collect()
         gc.freeze()
+        # What a request makes is freed by its last reference: there is next to nothing to find, so look rarely.
+        gc.set_threshold(20_000, 20, 50)
         await server.listen(ready)
 
 

@@ -91,8 +91,8 @@ class Exchange:
         "paused", "reused", "sent_at", "status", "streams",
     )  # fmt: skip
 
-    def __init__(self, connection: Connection, reused: bool, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, connection: Connection, reused: bool) -> None:
+        self._loop = connection.loop
         self._connection: Connection | None = connection
         self._chunks: list[bytes] = []
         self._sink: Callable[[bytes], bool] | None = None
@@ -104,7 +104,7 @@ class Exchange:
         """The answer is a stream of server-sent events."""
         self.complete = False
         self.reused = reused
-        self.sent_at = self.heard = loop.time()
+        self.sent_at = self.heard = self._loop.time()
         """`heard`: when the last bytes came, or the request was sent, or listening to the replica went on."""
         self.paused = False
         """Nothing can come: the client is slower."""
@@ -114,17 +114,17 @@ class Exchange:
     async def head(self) -> None:
         """Wait until status and headers are there. Raises `Broken`."""
         while not self.status:
-            await self._wait()
+            await self._more()
 
     async def begun(self) -> None:
         """Wait until the first body byte is there, or the end of an empty body. Raises `Broken`."""
-        while not (self._chunks or self.complete):
-            await self._wait()
+        while not (self._chunks or self.complete) or self._error is not None:
+            await self._more()
 
     async def finished(self) -> None:
         """Wait until the body is whole. Raises `Broken`."""
         while not self.complete:
-            await self._wait()
+            await self._more()
 
     @property
     def body(self) -> bytes:
@@ -143,8 +143,8 @@ class Exchange:
                 return
         self._sink = sink
         try:
-            while not self.complete and self._sink is not None:
-                await self._wait()
+            while (not self.complete and self._sink is not None) or self._error is not None:
+                await self._more()
         finally:
             self._sink = None
 
@@ -179,20 +179,17 @@ class Exchange:
             self.heard = self._loop.time()
             self._connection.transport.resume_reading()
 
-    async def _wait(self) -> None:
+    def _more(self) -> asyncio.Future[None]:
+        """What is done when more has come, or the end. Raises `Broken` where nothing more will."""
         if self._error is not None:
             raise self._error
-        waiter = self._waiter = self._loop.create_future()
-        try:
-            await waiter
-        finally:
-            self._waiter = None
-        if self._error is not None:
-            raise self._error
+        self._waiter = self._loop.create_future()
+        return self._waiter
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _fail(self, error: Broken) -> None:
         self._error = error
@@ -224,7 +221,7 @@ class Connection(asyncio.Protocol):
         self._ended = False
         self._until_close = False
         self._reusable = False
-        self._time = asyncio.get_running_loop().time
+        self.loop = asyncio.get_running_loop()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -237,7 +234,7 @@ class Connection(asyncio.Protocol):
         if self.exchange is None:
             self.close()
             return
-        self.exchange.heard = self.pool.heard = self._time()
+        self.exchange.heard = self.pool.heard = self.loop.time()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -374,14 +371,16 @@ class Connections:
 
     async def send(self, head: bytes, body: bytes, *, fresh: bool = False) -> Exchange:
         """Send one request (`head` ends with the empty line) and give its exchange. Raises `Broken("connect")`."""
-        loop = asyncio.get_running_loop()
-        connection = None if fresh or not self._idle else self._take(loop.time())
-        if connection is not None:
-            exchange = Exchange(connection, True, loop)
-        else:
-            connection = await self._connect()
-            exchange = Exchange(connection, False, loop)
-        connection.exchange = exchange
+        exchange = None if fresh else self.again(head, body)
+        return exchange or self._sent(await self._connect(), head, body, reused=False)
+
+    def again(self, head: bytes, body: bytes) -> Exchange | None:
+        """The same on a connection that is open already; None: there is none."""
+        connection = self._take() if self._idle else None
+        return None if connection is None else self._sent(connection, head, body, reused=True)
+
+    def _sent(self, connection: Connection, head: bytes, body: bytes, *, reused: bool) -> Exchange:
+        exchange = connection.exchange = Exchange(connection, reused)
         if len(body) < HEAD_BYTES:
             connection.transport.write(head + body)
         else:
@@ -403,8 +402,8 @@ class Connections:
         while self._idle:
             self._idle.pop().close()
 
-    def _take(self, now: float) -> Connection | None:
-        oldest = now - self.idle_seconds
+    def _take(self) -> Connection | None:
+        oldest = self._idle[-1].loop.time() - self.idle_seconds
         while self._idle:
             connection = self._idle.pop()
             if connection.closed:
