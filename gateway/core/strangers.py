@@ -56,8 +56,8 @@ class Watch:
     def outdone(self, look: Look) -> bool:
         """Whether it did more since the last look than can be ours.
 
-        A server that was started anew since then counts from 0 and tells nothing. Nor does a count of what was sent that
-        is lower than before: whoever counts has forgotten.
+        A server that was started anew since then counts from 0 and tells nothing. Nor does a count of what was sent
+        that is lower than before: whoever counts has forgotten.
         """
         if self._looks and look.sent < self._looks[-1].sent:
             self._looks.clear()
