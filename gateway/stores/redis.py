@@ -574,7 +574,7 @@ class SharedRun:
         if number >= self._told and not (number < 0 and self._forgot):
             return Telling()
         held = [held for held in self._held.values() if held.index >= 0 and held.state < SETTLED]
-        if self._ledger is None or self._folder is None or not self._forgot or self._reaches(number):
+        if self._ledger is None or self._folder is None or self._remembers(number):
             recent = {each.token: each for told, each in self._recent if told > number and each.index >= 0}
             return Telling(fate.deed() for fate in _fates([*recent.values()]))
         self._ledger.flush()
@@ -583,9 +583,12 @@ class SharedRun:
             live.setdefault((each.key.session, each.key.identity, each.index), []).append(_token(each))
         return await asyncio.to_thread(deeds.told, self._folder, self._store.terms.gateway, live)
 
-    def _reaches(self, number: int) -> bool:
-        """Whether all calls after this one are among the recent."""
-        return number >= 0 and bool(self._recent) and self._recent[0][0] <= number
+    def _remembers(self, number: int) -> bool:
+        """Whether all calls after this one are among the recent, and there is nobody else's to tell."""
+        if number < 0:
+            assert self._folder is not None
+            return not self._forgot and len(list(self._folder.glob("*.jsonl"))) == 1
+        return not self._forgot or (bool(self._recent) and self._recent[0][0] <= number)
 
     def resume(self, tokens: Sequence[bytes] | None) -> None:
         if self._folder is not None:

@@ -75,6 +75,8 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
             "weights": 600,
             "client_write": 60,
             "store": 2,
+            "gateway": 10,
+            "run": 2592000,
             "head": 30,
             "body": 60,
             "keep_alive": 75,

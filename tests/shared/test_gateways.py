@@ -285,6 +285,20 @@ async def test_what_a_store_forgot_while_nobody_served_the_ledger_tells(tmp_path
             assert [record["epoch"] for record in records] == [0, 0, 0, 1, 1, 1, 1]
 
 
+async def test_who_shares_the_ledger_tells_for_those_that_have_left(tmp_path: Path) -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        kept = {"ledger": {"path": str(tmp_path)}, "profile": "strict"}
+        async with gateways(1, server.url, worker, **kept) as (one,):
+            async with gateways(1, server.url, worker, **kept) as (two,):
+                assert index(await ask(one, "a")) == 0
+                assert index(await ask(two, "b")) == 1
+                store: Any = one.gateway._store
+                await one.until(lambda: len(store._run("r").part.peers) == 2)
+            await server.ask("FLUSHALL")
+            assert index(await ask(one, "c")) == 2
+            assert await server.ask("SCARD", "detgate:{r}:missing") == 0
+
+
 async def test_what_is_no_more_in_memory_the_ledger_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.stores.redis.RECENT", 3)
     held = Held()
