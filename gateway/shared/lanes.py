@@ -203,6 +203,8 @@ class Places:
 
     async def close(self) -> None:
         """Give up all that is left, and the lease."""
+        self._link.connected.remove(self._enrol)
+        self._link.unsubscribe(self._channel, self._hear)
         self._claims.clear()
         with suppress(StoreFault):
             await self._call("retire")
