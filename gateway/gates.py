@@ -36,7 +36,8 @@ class Gate:
         self.told: str | None = None
         """The version that an answer of the engine has told since."""
         self._queue = queue
-        self._changed = asyncio.Event()
+        self._changed: asyncio.Event | None = None
+        """Of those who wait for a change; None: nobody does."""
 
     @property
     def weights(self) -> str | None:
@@ -68,7 +69,7 @@ class Gate:
         self.waiting += 1
         try:
             while self.shut:
-                await self._changed.wait()
+                await self._change()
         finally:
             self.waiting -= 1
 
@@ -85,6 +86,12 @@ class Gate:
         """The engine has other weights from now on."""
         self.named, self.told = version, None
 
+    async def _change(self) -> None:
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        await self._changed.wait()
+
     def _tell(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None

@@ -70,7 +70,8 @@ class Guards:
         part of the answer already (`began`). It is then not delivered, so whoever asks again gets the same index, seed
         and answer.
         """
-        if asked.handling.kind != "sample" or decided.seed is None or _greedy(asked):
+        alone = asked.wish.samples == 1 and (asked.session is None or asked.session.group is None)
+        if alone or asked.handling.kind != "sample" or decided.seed is None or _greedy(asked):
             return
         twin = self._twin(asked, decided, raw, observed)
         if twin is None:

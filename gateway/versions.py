@@ -34,6 +34,8 @@ class Versions:
     def examine(self, asked: Asked, job: Job, observed: Observed, *, began: bool) -> None:
         """Look at what an answer tells. Raises `Busy` or `Conflict` in strict, unless the client has a part of it."""
         gate, sent = job.pool.gate, job.passage.weights
+        if sent is None and not observed.weight_version:
+            return
         told = [each for each in (observed.weight_version or "").split(",") if each not in ("", UNNAMED)]
         if told:
             gate.told = told[-1]
