@@ -39,10 +39,11 @@ class Process:
 
     async def answers(self, path: str, status: int) -> None:
         """Wait until it answers so."""
-        async with asyncio.timeout(30):
-            while await self._status(path) != status:
-                assert self.process.returncode is None, self.lines
-                await asyncio.sleep(0.02)
+        deadline = asyncio.get_running_loop().time() + 60
+        while (told := await self._status(path)) != status:
+            assert self.process.returncode is None, self.lines
+            assert asyncio.get_running_loop().time() < deadline, (path, told, self.lines)
+            await asyncio.sleep(0.02)
 
     async def _status(self, path: str) -> int | None:
         try:
