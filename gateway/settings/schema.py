@@ -265,8 +265,8 @@ class Timeouts(Section):
     gateway: Seconds = Field(
         10.0,
         ge=0.1,
-        description="Seconds of silence after which a gateway of a run in redis counts as gone, and for which the others"
-        " wait to be told what it did when redis may have forgotten.",
+        description="Seconds of silence after which a gateway of a run in redis counts as gone, and for which the"
+        " others wait to be told what it did when redis may have forgotten.",
     )
     run: Seconds = Field(
         2592000.0, description="Seconds after its last request for which a run is kept in redis; then it answers 410."
