@@ -159,6 +159,8 @@ class Pool:
         self.engine = engines.load(settings.engine)
         self.routing = settings.routing
         self.declared = settings.deterministic == "declared"
+        self.isolates = settings.isolate_cache != "off"
+        """What is in the engine's prefix cache is kept apart by a salt."""
         self._everything = everything
         self.replicas: dict[str, Replica] = {}
         for replica in settings.replicas:

@@ -7,6 +7,7 @@ ASGI nor sockets. A client that leaves cancels the task that runs here.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import structlog
@@ -14,7 +15,7 @@ import structlog
 from gateway import orders, schemes
 from gateway.answers import Asking, Client, answered, break_stream, relay
 from gateway.bodies import Heard
-from gateway.core import canonical, fields, identity, plan, shapes
+from gateway.core import canonical, fields, identity, ids, plan, shapes
 from gateway.core.errors import Busy, Fault
 from gateway.core.indexing import Ask
 from gateway.core.types import Call, Headers, Request
@@ -155,7 +156,12 @@ class Pipeline:
             order, number = "content", None
         content = asked.content
         bound = number is not None or caller.key is not None
-        work.scope = ScopeKey(asked.run, caller.session, orders.ORDERS[order].effective(caller.identity, content))
+        if asked.origin is not None:
+            order = "arrival" if number is None else "client"
+            effective = asked.origin.scope
+        else:
+            effective = orders.ORDERS[order].effective(caller.identity, content)
+        work.scope = ScopeKey(asked.run, caller.session, effective)
         ask = Ask(
             order,
             canonical.raw(asked.route, document.raw),
@@ -186,6 +192,8 @@ class Pipeline:
             index=claim.index,
             ordinal=caller.ordinal,
             member=caller.member,
+            origin=asked.origin,
+            positional=asked.pool.engine.POSITIONAL,
         )
         self._record.opened(work, asked, work.plan)
         return work.plan
@@ -199,6 +207,8 @@ class Pipeline:
         by_session = bool(request_id) and caller.named and pool.routing.key == "session"
         if by_session:
             key = caller.identity
+        elif asked.origin is not None:
+            key = ids.request_id(asked.origin.identity, asked.origin.index, caller.ordinal)
         return Job(
             pool=pool,
             handling=asked.handling,
@@ -211,7 +221,9 @@ class Pipeline:
             session=f"{asked.run}/{caller.session}",
             group=f"{asked.run}/{caller.group or caller.session}",
             place=(decided.index, decided.identity),
-            priority=_priority(asked) if "priority" in body else 0,
+            priority=_priority(asked) if asked.priority is not None or "priority" in body else 0,
+            rank=_rank(asked, decided) if pool.settings.priority != "off" else None,
+            salt=_salt(asked, request_id) if pool.isolates else (),
             client_id=_client_id(body),
             flags=self._statement.reasons(work, asked),
             follows=by_session and not pool.stable,
@@ -260,11 +272,27 @@ class Pipeline:
 
 
 def _priority(asked: Asked) -> int:
-    """What the body's own priority is worth in a lane: engines count it in either direction."""
+    """What the priority that it was sent with is worth in a lane: engines count a body's own in either direction."""
+    if asked.priority is not None:
+        return asked.priority
     given = asked.document.value.get("priority")
     if type(given) is not int:
         return 0
     return -given if asked.pool.engine.HIGHER_FIRST else given
+
+
+def _rank(asked: Asked, decided: plan.Plan) -> int | None:
+    """What the engine is told of its turn; nothing where one call draws several samples, which would have one alike."""
+    if not decided.request_id or asked.wish.samples > len(decided.calls):
+        return None
+    return decided.index if asked.pool.settings.priority == "index" else asked.priority
+
+
+def _salt(asked: Asked, request_id: str) -> tuple[bytes, ...]:
+    """What its cache salt is made of. Of a request's own the time is a part: another run, or a retry, meets none of it."""
+    if asked.pool.settings.isolate_cache == "run":
+        return (b"run", asked.run.encode())
+    return (b"request", request_id.encode(), b"%d" % time.time_ns())
 
 
 def _client_id(body: dict[str, Any]) -> str | None:

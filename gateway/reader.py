@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.core import identity, plan
+from gateway.core import identity, plan, priority, resume
 from gateway.core.document import Document, DuplicateField, Malformed
 from gateway.core.errors import Busy, CallerFault, WrongMethod
 from gateway.core.types import Handling, Request
@@ -30,10 +30,10 @@ class Reader:
         known = session.known if session is not None else None
         caller = identity.identify(names, request.fields, self._settings.index_order, known)
         document = self._document(request)
-        named = request.fields.get(b"x-detgate-pool")
+        wanted = request.fields.get(b"x-detgate-pool")
         model = document.value.get("model")
         pool, handling = self._fleet.find(
-            route, model if type(model) is str else None, None if named is None else named.decode("latin-1")
+            route, model if type(model) is str else None, None if wanted is None else wanted.decode("latin-1")
         )
         if request.method not in handling.methods:
             raise WrongMethod(f"{route} takes {' or '.join(handling.methods)}, not {request.method}.")
@@ -44,7 +44,32 @@ class Reader:
                 self._has_member(caller, handling)
             wish = self._wish(pool, handling, document)
             pool.engine.check(route, document, pool.facts, wish.samples)
-        return Asked(request, caller, route, pool, handling, document, wish, caller.run or self._run, session)
+        asked = Asked(request, caller, route, pool, handling, document, wish, caller.run or self._run, session)
+        if pool.settings.priority == "header" and (given := request.fields.get(b"x-detgate-priority")) is not None:
+            asked.priority = identity.integer(given, "X-Detgate-Priority", priority.LARGEST)
+        if (named := request.fields.get(b"x-detgate-resume")) is not None and handling.kind == "sample":
+            asked.origin = self._origin(asked, named)
+        return asked
+
+    def _origin(self, asked: Asked, named: bytes) -> resume.Origin | None:
+        """The sample that a request says it goes on with."""
+        if self._off:
+            return None
+        if asked.wish.samples > 1 or asked.wish.each or len(asked.wish.calls) > 1:
+            raise CallerFault(
+                "A request that goes on with a sample asks for one prompt and one sample. Send one for each.",
+                code="invalid_resume",
+                param="X-Detgate-Resume",
+            )
+        origin = resume.read(named.decode("latin-1").strip(), asked.caller.identity, asked.caller.ordinal)
+        if origin is None:
+            raise CallerFault(
+                "X-Detgate-Resume must be the X-Detgate-Request-Id of an earlier answer of this session and identity, "
+                "with .{sample} behind it for another sample than the first.",
+                code="invalid_resume",
+                param="X-Detgate-Resume",
+            )
+        return origin
 
     def _document(self, request: Request) -> Document:
         if not request.body and request.method != "POST":

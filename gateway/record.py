@@ -62,6 +62,7 @@ class Record:
             "group": caller.group,
             "member": caller.member,
             "order": work.ask.kind,
+            "resumes": None if asked.origin is None else asked.origin.name(caller.ordinal),
             "digest": work.ask.raw.hex(),
             "content": asked.digest,
             "key": caller.key,

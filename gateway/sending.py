@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from gateway.core import ids
+from gateway.core import ids, isolation, priority
 from gateway.core.digits import natural
-from gateway.core.document import Set
+from gateway.core.document import Edit, Set
 from gateway.core.errors import Aborted, Busy, StoreFault, UpstreamFault, UpstreamTimeout
 from gateway.core.fields import lines
 from gateway.core.plan import seed_edits
@@ -66,6 +66,10 @@ class Job:
     """Index and identity: the canonical order among those who wait in a lane."""
     priority: int = 0
     """Stands before them in that order; lower goes first."""
+    rank: int | None = None
+    """Where it stands among those who wait in the engine, if that is told so; lower goes first."""
+    salt: tuple[bytes, ...] = ()
+    """What the salt of the engine's prefix cache is made of; nothing: it gets none."""
     client_id: str | None = None
     """The id that the client gave the request in its body: an abort may name it."""
     flags: list[str] = field(default_factory=list)
@@ -528,6 +532,8 @@ class Dispatcher:
             if handling.engine_id is not None:
                 edits.append(Set(handling.engine_id, b'"%b"' % sending.engine_id.encode()))
             edits += engine.extra(job.route, call.document, replica.facts)
+            if job.salt or job.rank is not None:
+                edits = self._beside(job, call, sending, edits)
             if edits:
                 body = call.document.edited(edits)
             own = lines(engine.id_headers(sending.engine_id))
@@ -547,6 +553,19 @@ class Dispatcher:
         if not exchange.status:
             await exchange.head()
         return exchange
+
+    def _beside(self, job: Job, call: Call, sending: Sending, edits: list[Edit]) -> list[Edit]:
+        """`edits`, and what the pool's settings put into the body beside seed and id."""
+        handling, engine = job.handling, job.pool.engine
+        if job.salt and handling.salt is not None:
+            parts = job.salt
+            if job.pool.settings.isolate_cache == "request":
+                parts = (*parts, b"%d" % call.sample, b"%d" % job.attempts)
+            edits = isolation.salted(handling.salt, parts, call, edits)
+        if job.rank is not None and handling.priority and sending.replica.facts.priority_scheduling:
+            told = priority.value(job.rank, sending.engine_id, higher_first=engine.HIGHER_FIRST)
+            edits = [*edits, Set(("priority",), b"%d" % told)]
+        return edits
 
     def _go_on(self, job: Job, replica: Replica, error: Broken, broke: int, attempts: int, avoid: set[str]) -> None:
         """Raise if a broken call is not sent again."""

@@ -19,6 +19,13 @@ _OF_DECISION = (
 _OF_ANSWER = b"%bx-detgate-replica: %b\r\nx-detgate-attempts: %d\r\nx-detgate-guarantee: %b\r\n"
 
 
+_SEGMENT = b"x-detgate-segment: %d\r\n"
+
+
+def _seed(seed: int | None) -> bytes:
+    return b"" if seed is None else b"x-detgate-seed: %d\r\n" % seed
+
+
 @lru_cache(maxsize=4096)
 def _visible(session: str) -> bytes:
     """A session's id as a header may have it."""
@@ -49,6 +56,8 @@ class Statement:
             flags.append("no-seed")
         if asked.caller.random_session:
             flags.append("random-session")
+        if asked.pool.isolates and asked.handling.salt is None:
+            flags.append("cache-shared")
         return flags
 
     def of_answer(self, work: Work, asked: Asked, sending: Sending) -> bytes:
@@ -80,7 +89,7 @@ class Statement:
             _visible(asked.caller.session),
             decided.index,
             decided.seed_source.encode(),
-            b"" if decided.seed is None else b"x-detgate-seed: %d\r\n" % decided.seed,
+            _seed(decided.seed) if asked.origin is None else _seed(decided.seed) + _SEGMENT % (decided.index + 1),
         )
 
     def _reasons_of(self, sending: Sending, handling: Handling) -> list[str]:

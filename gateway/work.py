@@ -10,6 +10,7 @@ from gateway.core import canonical, identity, plan
 from gateway.core.document import Document
 from gateway.core.errors import Fault
 from gateway.core.indexing import Ask, Claim
+from gateway.core.resume import Origin
 from gateway.core.types import Api, Handling, Request
 from gateway.fleet import Pool
 from gateway.runs import Run
@@ -32,6 +33,10 @@ class Asked:
     run: str
     session: Session | None = None
     """The session, if it was created."""
+    origin: Origin | None = None
+    """The sample that it goes on with, by X-Detgate-Resume."""
+    priority: int | None = None
+    """From X-Detgate-Priority, where the pool goes by it; lower goes first."""
     digest: str | None = None
     """Digest of its content, where it was taken."""
 

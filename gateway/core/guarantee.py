@@ -29,6 +29,7 @@ LOWERS: dict[str, Level] = {
     "prefix-cache": "none",
     "fingerprint-changed": "none",
     "preempted": "balanced",
+    "cache-shared": "balanced",
 }
 """What a reason leaves of the promise. One that is not listed (`unverified`, `retry-shared`, `replicas-differ` …) takes
 nothing away."""

@@ -7,13 +7,12 @@ from typing import NamedTuple, cast
 from urllib.parse import unquote_to_bytes
 
 from gateway.core.errors import CallerFault, Conflict
-from gateway.core.ids import random_like
+from gateway.core.ids import LARGEST_INDEX, random_like
 from gateway.core.indexing import Kind
 
 ANONYMOUS = "anonymous"
 """The session of requests that name none."""
 
-LARGEST_INDEX = 2**31 - 1
 SESSION_BYTES = 256
 KEY_BYTES = 256
 
@@ -127,7 +126,7 @@ def identify(names: Named, headers: dict[bytes, bytes], default_order: Kind, kno
         identity = text(value, "X-Detgate-Identity")
     number = None
     if (value := get(b"x-request-index")) is not None:
-        number = _integer(value, "X-Request-Index")
+        number = integer(value, "X-Request-Index")
         if session is None:
             raise CallerFault(
                 "X-Request-Index needs a session: send X-Session-ID, or use the path /sessions/{id}/….",
@@ -136,7 +135,7 @@ def identify(names: Named, headers: dict[bytes, bytes], default_order: Kind, kno
             )
     member = None
     if (value := get(b"x-member-index")) is not None:
-        member = _integer(value, "X-Member-Index")
+        member = integer(value, "X-Member-Index")
     key = None
     if (value := get(b"idempotency-key")) is not None:
         key = text(value, "Idempotency-Key", KEY_BYTES)
@@ -221,10 +220,11 @@ def run_name(value: bytes, name: str = "X-Detgate-Run") -> str:
     return run
 
 
-def _integer(value: bytes, name: str) -> int:
+def integer(value: bytes, name: str, largest: int = LARGEST_INDEX) -> int:
+    """A number from 0 in a header. Raises `CallerFault` that names it."""
     digits = value.decode("latin-1").strip()
-    if _DIGITS.fullmatch(digits) is None or int(digits) > LARGEST_INDEX:
-        raise _refuse(name, f"an integer from 0 to {LARGEST_INDEX}")
+    if _DIGITS.fullmatch(digits) is None or int(digits) > largest:
+        raise _refuse(name, f"an integer from 0 to {largest}")
     return int(digits)
 
 

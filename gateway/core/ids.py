@@ -9,6 +9,8 @@ import re
 from hashlib import sha256
 from urllib.parse import quote
 
+LARGEST_INDEX = 2**31 - 1
+
 LONGEST = 200
 """Bytes of the longest request id that is written out."""
 
@@ -36,12 +38,18 @@ def request_id(identity: str, index: int, ordinal: int = 0) -> str:
     is), so the id is safe in headers and no two requests share one. An id above 200 bytes is its
     first 100, `~`, and the first 16 hex digits of the SHA-256 of the whole.
     """
-    if _UNSAFE(identity) is not None:
-        identity = quote(identity, safe=":/").replace("~", "%7E")
+    identity = written(identity)
     whole = f"{identity}~{ordinal}:{index}" if ordinal else f"{identity}:{index}"
     if len(whole) <= LONGEST:
         return whole
     return f"{whole[:_KEPT]}~{sha256(whole.encode()).hexdigest()[:16]}"
+
+
+def written(identity: str) -> str:
+    """An identity as it stands in request ids."""
+    if _UNSAFE(identity) is None:
+        return identity
+    return quote(identity, safe=":/").replace("~", "%7E")
 
 
 def engine_id(request_id: str, sample: int, live: int) -> str:

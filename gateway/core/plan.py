@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from gateway.core import fanout, ids, seeds
 from gateway.core.document import Document, Edit, Remove, Set
 from gateway.core.errors import CallerFault
+from gateway.core.resume import Origin
 from gateway.core.types import Call, Handling, Path
 
 SeedSource = Literal["derived", "client", "none"]
@@ -81,16 +82,25 @@ def make(
     index: int,
     ordinal: int = 0,
     member: int | None = None,
+    origin: Origin | None = None,
+    positional: bool = False,
 ) -> Plan:
-    """Decide. `mix`: a client's seed takes the master seed's place in the scheme instead of being kept."""
+    """Decide. `mix`: a client's seed takes the master seed's place in the scheme instead of being kept.
+
+    `origin`: the sample that this request goes on with; `positional`: as `seeds.segment` has it.
+    """
     seed: int | None = None
     source: SeedSource = "none"
     if handling.kind == "sample" and handling.seed is not None:
         if wish.seed is not None and not mix:
             seed, source = wish.seed, "client"
         else:
-            seed = scheme.seed(master if wish.seed is None else wish.seed, identity, index, member)
+            whose, place = (identity, index) if origin is None else (origin.identity, origin.index)
+            seed = scheme.seed(master if wish.seed is None else wish.seed, whose, place, member)
             source = "derived"
+        if origin is not None:
+            seed = seeds.segment(seed, origin.sample, index + 1, positional=positional)
+            source = source if positional else "derived"
     calls = wish.calls
     if seed is not None:
         if len(calls) == 1 and not wish.each:

@@ -56,6 +56,18 @@ def samples(seed: int, n: int) -> list[int]:
     return found
 
 
+def segment(seed: int, sample: int, number: int, *, positional: bool) -> int:
+    """The seed of segment `number`, from 1, of a sample of a call that had `seed`.
+
+    `positional`: the engine's noise is a function of seed and position, so the sample's own seed draws on as if nothing
+    had ended. Else the noise is a stream that would begin anew, so the segment has a seed of its own:
+    `derive("detgate-segment-v1", seed, sample, number)`, the numbers in decimal ASCII.
+    """
+    if positional:
+        return samples(seed, sample + 1)[sample]
+    return derive(b"detgate-segment-v1", b"%d" % seed, b"%d" % sample, b"%d" % number)
+
+
 def parse(literal: bytes) -> int | None:
     """A client's seed from its JSON, digit by digit as it was sent; None for null.
 

@@ -64,6 +64,10 @@ class Handling:
     """Name of the rule by which `gateway.core.fanout` parts a request and `gateway.core.merge` joins the
     answers; None: never fanned out."""
     methods: tuple[str, ...] = ("POST",)
+    salt: str | None = None
+    """Body field whose text parts the engine's prefix cache; None where it reads none here."""
+    priority: bool = False
+    """The engine reads `priority` in the body here, where its scheduler goes by it."""
     computes: bool = field(init=False)
     """It is one for the engine itself, not for what stands before it: it takes an index."""
     asks: frozenset[str] = field(init=False)

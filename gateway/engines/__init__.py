@@ -36,6 +36,10 @@ class Engine(Protocol):
     """Route and series that count the requests put back to be computed anew; None where that changes no answer, or
     nothing tells."""
 
+    POSITIONAL: bool
+    """With the same seed a prompt and the tokens drawn so far go on as they would have: noise follows from seed and
+    position."""
+
     HIGHER_FIRST: bool
     """Of the numbers in a body's `priority` the higher one goes first; else the lower one."""
 

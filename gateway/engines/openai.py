@@ -66,6 +66,7 @@ ASKS = ()
 """Nothing that this engine serves by default tells whether its kernels are batch-invariant."""
 
 PREEMPTIONS = None
+POSITIONAL = False
 HIGHER_FIRST = False
 LOAD = None
 PREFIX_CACHE = None

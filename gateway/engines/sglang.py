@@ -28,6 +28,7 @@ def _abort_body(engine_id: str) -> bytes:
 ABORT = ("/abort_request", _abort_body)
 
 _RID: Path = ("rid",)
+_SALT = "extra_key"
 _PUT = ("POST", "PUT")
 _STRAYS: tuple[Path, ...] = (
     ("sampling_seed",),
@@ -58,6 +59,8 @@ ROUTES = MappingProxyType(
             clones=True,
             engine_id=_RID,
             merge="choices",
+            salt=_SALT,
+            priority=True,
         ),
         "/v1/completions": Handling(
             "sample",
@@ -70,9 +73,11 @@ ROUTES = MappingProxyType(
             inputs=("prompt",),
             engine_id=_RID,
             merge="choices",
+            salt=_SALT,
+            priority=True,
         ),
         # A request_id would become the answer's id, and a previous_response_id must begin with resp_.
-        "/v1/responses": Handling("sample", "responses", "generate"),
+        "/v1/responses": Handling("sample", "responses", "generate", salt=_SALT, priority=True),
         "/v1/messages": Handling("sample", "anthropic", "generate"),
         "/v1/messages/count_tokens": Handling("plain", "anthropic", "generate"),
         "/generate": Handling(
@@ -88,6 +93,8 @@ ROUTES = MappingProxyType(
             beams=("sampling_params", "beam_width"),
             merge="generate",
             methods=_PUT,
+            salt=_SALT,
+            priority=True,
         ),
         "/abort_request": Handling("abort", "native", "any", engine_id=_RID),
         "/v1/models": Handling("models", "openai", "any", methods=("GET",)),
@@ -171,6 +178,9 @@ ASKS = ("/server_info", "/model_info")
 
 PREEMPTIONS = None
 """Its noise is a hash of seed and position, so who is put back continues with the same."""
+
+POSITIONAL = True
+"""Its noise is a hash of seed and position."""
 
 HIGHER_FIRST = True
 LOAD = "/v1/loads"

@@ -23,6 +23,7 @@ _STRAYS: tuple[Path, ...] = (
     ("sampling_params", "seed"),
     ("sampling_params", "sampling_seed"),
 )
+_SALT = "cache_salt"
 _CHAT = Handling(
     "sample",
     "openai",
@@ -32,8 +33,10 @@ _CHAT = Handling(
     n=("n",),
     beams=("use_beam_search",),
     merge="choices",
+    salt=_SALT,
+    priority=True,
 )
-_RERANK = Handling("score", "native", "reward", inputs=("documents",), merge="rerank")
+_RERANK = Handling("score", "native", "reward", inputs=("documents",), merge="rerank", salt=_SALT)
 _PAIRS = ("text_2", "documents", "items", "data_2")
 
 ROUTES = MappingProxyType(
@@ -47,6 +50,8 @@ ROUTES = MappingProxyType(
             strays=_STRAYS,
             inputs=("messages",),
             merge="conversations",
+            salt=_SALT,
+            priority=True,
         ),
         "/v1/completions": Handling(
             "sample",
@@ -58,9 +63,13 @@ ROUTES = MappingProxyType(
             inputs=("prompt", "prompt_embeds"),
             beams=("use_beam_search",),
             merge="choices",
+            salt=_SALT,
+            priority=True,
         ),
-        "/v1/responses": Handling("sample", "responses", "generate", seed=("seed",), strays=_STRAYS),
-        "/v1/messages": Handling("sample", "anthropic", "generate"),
+        "/v1/responses": Handling(
+            "sample", "responses", "generate", seed=("seed",), strays=_STRAYS, salt=_SALT, priority=True
+        ),
+        "/v1/messages": Handling("sample", "anthropic", "generate", salt=_SALT),
         "/v1/messages/count_tokens": Handling("plain", "anthropic", "generate"),
         "/inference/v1/generate": Handling(
             "sample",
@@ -69,17 +78,19 @@ ROUTES = MappingProxyType(
             seed=("sampling_params", "seed"),
             strays=(("sampling_params", "sampling_seed"), ("seed",), ("sampling_seed",)),
             n=("sampling_params", "n"),
+            salt=_SALT,
+            priority=True,
         ),
         "/v1/models": Handling("models", "openai", "any", methods=("GET",)),
         "/tokenize": Handling("plain", "native", "any"),
         "/detokenize": Handling("plain", "native", "any"),
-        "/classify": Handling("score", "native", "reward", inputs=("input",), merge="data"),
-        "/pooling": Handling("score", "native", "reward", inputs=("input",), merge="data"),
-        "/v1/embeddings": Handling("score", "openai", "reward", inputs=("input",), merge="data"),
-        "/score": Handling("score", "native", "reward", inputs=_PAIRS, merge="pairs"),
-        "/v1/score": Handling("score", "openai", "reward", inputs=_PAIRS, merge="pairs"),
+        "/classify": Handling("score", "native", "reward", inputs=("input",), merge="data", salt=_SALT),
+        "/pooling": Handling("score", "native", "reward", inputs=("input",), merge="data", salt=_SALT),
+        "/v1/embeddings": Handling("score", "openai", "reward", inputs=("input",), merge="data", salt=_SALT),
+        "/score": Handling("score", "native", "reward", inputs=_PAIRS, merge="pairs", salt=_SALT),
+        "/v1/score": Handling("score", "openai", "reward", inputs=_PAIRS, merge="pairs", salt=_SALT),
         "/rerank": _RERANK,
-        "/v1/rerank": Handling("score", "openai", "reward", inputs=("documents",), merge="rerank"),
+        "/v1/rerank": Handling("score", "openai", "reward", inputs=("documents",), merge="rerank", salt=_SALT),
         "/v2/rerank": _RERANK,
     }
 )
@@ -109,6 +120,9 @@ the route of `gateway.vllm_plugin`, where that is installed. The last takes no G
 
 PREEMPTIONS = ("/metrics", "vllm:num_preemptions_total")
 """A request that was preempted is computed anew in one pass, as no step computed it before."""
+
+POSITIONAL = False
+"""Its noise is a stream for each request, which begins anew with the same seed."""
 
 HIGHER_FIRST = False
 LOAD = "/metrics"

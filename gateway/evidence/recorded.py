@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from gateway.core import resume
 from gateway.core.identity import ANONYMOUS
 from gateway.evidence.bodies import Records, asked
 from gateway.evidence.ledgers import Lines, Place, Source, Unusable
-from gateway.evidence.requests import base_of
+from gateway.evidence.requests import base_of, resumed
 
 
 class Sent(NamedTuple):
@@ -128,14 +129,17 @@ def message(records: Records, sent: Sent, session: Recorded) -> Message:
     body = asked(record)
     assert body is not None
     headers = {"content-type": "application/json"}
-    base = base_of(sent.identity, record["order"])
+    origin = None if record.get("resumes") is None else resume.origin(sent.identity)
+    base = base_of(sent.identity, record["order"]) if origin is None else resumed(origin)
+    if origin is not None:
+        headers["X-Detgate-Resume"] = record["resumes"]
     if session.created is None and not (session.name == base == ANONYMOUS):
         headers["X-Session-ID"] = session.name
         if base != session.name:
             headers["X-Detgate-Identity"] = base
         if record.get("member") is not None:
             headers["X-Member-Index"] = str(record["member"])
-    if record.get("kind") != "score":
+    if record.get("kind") != "score" and not (origin is not None and session.name == base == ANONYMOUS):
         if record["order"] == "content":
             headers["X-Index-Order"] = "content"
         else:

@@ -15,15 +15,16 @@ from typing import Any, cast
 import orjson
 
 from gateway import engines, schemes
-from gateway.core import canonical, ids, plan, routing
+from gateway.core import canonical, ids, plan, resume, routing, seeds
 from gateway.core.document import Document, Malformed
 from gateway.core.errors import CallerFault, Conflict
 from gateway.core.identity import ANONYMOUS
 from gateway.core.indexing import Ask, Claim, Kind, Scope, Session
+from gateway.core.resume import Origin
 from gateway.core.types import Handling
 from gateway.evidence.bodies import asked
 from gateway.evidence.ledgers import Lines, Place, Source, Unusable
-from gateway.evidence.requests import TOLD_EVERY, base_of, sortable
+from gateway.evidence.requests import TOLD_EVERY, base_of, resumed, sortable
 from gateway.evidence.sorting import Sorter
 
 KEPT = 100
@@ -194,12 +195,16 @@ class _Run:
             self.found.check(record["request_id"], "seed", record["seed"], self._derived(record))
 
     def _derived(self, record: dict[str, Any]) -> int | None:
-        scheme = record["scheme"]
+        scheme, origin = record["scheme"], _origin(record)
         if scheme not in schemes.names():
             return None
-        return schemes.load(scheme).seed(
-            self._master(record), record["identity"], record["index"], record.get("member")
-        )
+        identity, index = (record["identity"], record["index"]) if origin is None else (origin.identity, origin.index)
+        seed = schemes.load(scheme).seed(self._master(record), identity, index, record.get("member"))
+        if origin is None:
+            return seed
+        engine = self._engines.get(record["pool"])
+        positional = engine in engines.names() and engines.load(engine).POSITIONAL
+        return seeds.segment(seed, origin.sample, record["index"] + 1, positional=positional)
 
     def _planned(self, record: dict[str, Any]) -> plan.Plan | None:
         """The whole plan, from the body; None where that or the engine is not known."""
@@ -220,6 +225,8 @@ class _Run:
             index=record["index"],
             ordinal=record.get("ordinal") or 0,
             member=record.get("member"),
+            origin=_origin(record),
+            positional=engines.load(self._engines[record["pool"]]).POSITIONAL,
         )
 
     def _handling(self, record: dict[str, Any]) -> Handling | None:
@@ -262,8 +269,11 @@ class _Run:
         """The key is the request id, or in a named session its identity: one of them, for all choices of a pool."""
         identity = base_of(opened["identity"], opened["order"])
         keys = {"request": opened["request_id"], "session": identity}
+        if (origin := _origin(opened)) is not None:
+            identity = keys["session"] = resumed(origin)
+            keys["request"] = ids.request_id(origin.identity, origin.index, opened.get("ordinal") or 0)
         if identity == ANONYMOUS:
-            self.found.check(opened["request_id"], "replica", recorded, ranked(opened["request_id"]))
+            self.found.check(opened["request_id"], "replica", recorded, ranked(keys["request"]))
             return
         possible = self._keys.setdefault(opened["pool"], set(keys))
         fit = {name for name in possible if ranked(keys[name]) == recorded}
@@ -340,6 +350,11 @@ class _Run:
 
 
 _NEEDED = ("session", "identity", "index", "order", "digest", "request_id", "route", "seed_source")
+
+
+def _origin(record: dict[str, Any]) -> Origin | None:
+    """The sample that a request went on with."""
+    return None if record.get("resumes") is None else resume.origin(record["identity"])
 
 
 def _key(record: dict[str, Any]) -> tuple[str, str, int]:

@@ -19,6 +19,7 @@ import orjson
 
 from gateway.core.identity import ANONYMOUS
 from gateway.core.ordering import Rank, canonical
+from gateway.core.resume import Origin
 from gateway.evidence.ledgers import Lines, Place, Source, Unusable
 from gateway.evidence.sorting import Sorter
 
@@ -334,6 +335,11 @@ def merged(claims: list[Request]) -> Request:
     one.racing = any(claim.racing for claim in claims)
     one.opened = claims[0].opened
     return one
+
+
+def resumed(origin: Origin) -> str:
+    """The identity that the effective identity of a sample which went on was made of, whatever its order."""
+    return base_of(origin.identity, "content")
 
 
 def base_of(identity: str, order: str) -> str:

@@ -83,6 +83,11 @@ class Case(NamedTuple):
         return self.pool.role == "generate"
 
     @property
+    def warms(self) -> bool:
+        """It has a prefix cache in which one request may find what another left."""
+        return bool(self.facts.prefix_cache) and self.pool.isolate_cache != "request"
+
+    @property
     def alone(self) -> bool:
         """The lane lets one request at a time into the replica, so nothing shares its batch."""
         return alone(self.pool)

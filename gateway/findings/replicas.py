@@ -12,6 +12,7 @@ def findings(case: Case) -> Iterator[Finding]:
     yield from _role(case)
     yield from _ranks(case)
     yield from _reward(case)
+    yield from _unordered(case)
     if case.told.foreign:
         yield Finding(
             "foreign-traffic",
@@ -92,10 +93,27 @@ def _ranks(case: Case) -> Iterator[Finding]:
     )
 
 
+def _unordered(case: Case) -> Iterator[Finding]:
+    if case.pool.priority == "off" or case.facts.priority_scheduling:
+        return
+    told = case.facts.priority_scheduling is False
+    yield Finding(
+        "priority-unused",
+        "warning",
+        "does not order requests by priority" if told else "does not tell whether it orders requests by priority",
+        f"the pool's priority: {case.pool.priority} is not sent to it",
+        sure="told" if told else "unknown",
+        mend={
+            "vllm": "--scheduling-policy priority, with VLLM_SERVER_DEV_MODE=1, in which alone it tells",
+            "sglang": "--enable-priority-scheduling",
+        }.get(case.pool.engine),
+    )
+
+
 def _reward(case: Case) -> Iterator[Finding]:
     if case.generates:
         return
-    if case.facts.prefix_cache:
+    if case.warms:
         yield Finding(
             "prefix-cache",
             "fatal",

@@ -104,7 +104,7 @@ def _beyond_the_mode(case: Case) -> Iterator[Finding]:
             "no --speculative-algorithm",
             _PULLS + "33395",
         )
-    if facts.prefix_cache and facts.attention_backend in (None, *BACKENDS):
+    if case.warms and facts.attention_backend in (None, *BACKENDS):
         yield Finding(
             "prefix-cache",
             "note",
@@ -114,7 +114,7 @@ def _beyond_the_mode(case: Case) -> Iterator[Finding]:
             mend="detgate verify, or --disable-radix-cache",
             report=_ISSUES + "34683",
         )
-    elif facts.prefix_cache:
+    elif case.warms:
         yield reported(
             "prefix-cache",
             "has a radix cache",

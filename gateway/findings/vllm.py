@@ -55,7 +55,7 @@ def _mode(case: Case) -> Iterator[Finding]:
             report=_DOCS,
             reason="engine-not-deterministic",
         )
-    if case.alone and facts.prefix_cache:
+    if case.alone and case.warms:
         told = facts.deterministic is False
         yield Finding(
             "prefix-cache",

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from gateway import engines
 from gateway.settings.schema import Lane, Pool, Routing
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def contradictions(settings: Settings) -> Iterator[str]:
             yield f"{place}.engine: openai promises nothing that profile strict could hold it to"
         if settings.profile == "strict":
             yield from _shared_batch(place, pool, "profile strict refuses")
+        yield from _unread(place, pool)
 
 
 def _unusable(place: str, lane: Lane) -> Iterator[str]:
@@ -45,6 +47,17 @@ def _unusable(place: str, lane: Lane) -> Iterator[str]:
         yield f"{place}.limit: is needed with scope {lane.scope}"
     if lane.scope != "group" and lane.members == "episode":
         yield f"{place}.members: episode needs scope group"
+
+
+def _unread(place: str, pool: Pool) -> Iterator[str]:
+    """What no route of the engine that serves this pool's role would read."""
+    routes = [each for each in engines.load(pool.engine).ROUTES.values() if each.computes]
+    routes = [each for each in routes if each.role in (pool.role, "any")]
+    does = "sample" if pool.role == "generate" else "score"
+    if pool.isolate_cache != "off" and not any(each.salt for each in routes):
+        yield f"{place}.isolate_cache: {pool.engine} takes no salt for its cache with requests to {does}; set off"
+    if pool.priority != "off" and not any(each.priority for each in routes):
+        yield f"{place}.priority: {pool.engine} takes no priority with requests to {does}; set off"
 
 
 def doubts(settings: Settings) -> Iterator[str]:

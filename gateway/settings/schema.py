@@ -228,6 +228,16 @@ class Pool(Section):
         " does not"
         " tell.",
     )
+    isolate_cache: Literal["off", "request", "run"] = Field(
+        "off",
+        description="What may find what in the engine's prefix cache: all, each request what is its own, or each run."
+        " Enters no seed.",
+    )
+    priority: Literal["off", "index", "header"] = Field(
+        "off",
+        description="What an engine whose scheduler goes by priority is told: nothing, a request's index, or its"
+        " `X-Detgate-Priority`. Lower goes first.",
+    )
     routing: Routing = Field(Routing(), description="As routing at the top; what is left out is taken from there.")
     replicas: tuple[Replica, ...] = Field(min_length=1, description="The servers.")
 

@@ -25,8 +25,9 @@ async def score(ask: Ask, ids: list[str], texts: list[list[int]], width: int = 1
             raise Refused(400, f"an input has {len(text)} tokens, not 1 to {settings.max_model_len - 1}")
     due = asyncio.get_running_loop().time() + (settings.score_seconds or 0.0)
     priority = ask.fields.integer("priority", 0) or 0
+    salt = (ask.fields.text("cache_salt") or "") if settings.engine == "vllm" else ""
     jobs = [
-        Scoring(id=id, tokens=text, priority=priority, width=width, due=due)
+        Scoring(id=id, tokens=text, priority=priority, width=width, due=due, salt=salt)
         for id, text in zip(ids, texts, strict=True)
     ]
     ask.note(ids[0])

@@ -65,6 +65,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], tuple[str, str, str | Non
     ("vllm", {"deterministic": None, "version": "0.11.0"}, {}, ("too-old", "fatal", "engine-not-deterministic")),
     ("vllm", {"deterministic": None}, {}, ("unverified", "warning", "unverified")),
     ("vllm", {"deterministic": False}, {"lane": ONE_EACH}, ("prefix-cache", "fatal", "prefix-cache")),
+    ("vllm", {"priority_scheduling": False}, {"priority": "index"}, ("priority-unused", "warning", None)),
+    ("sglang", {"priority_scheduling": None}, {"priority": "header"}, ("priority-unused", "warning", None)),
     ("vllm", {"deterministic": None}, {"lane": ONE_EACH}, ("prefix-cache", "note", None)),
     ("vllm", {"overlapped": True}, {}, ("async-scheduling", "warning", "engine-doubted")),
     (
@@ -280,3 +282,22 @@ def test_a_report_is_json() -> None:
 )
 def test_versions(version: str | None, other: str, older: bool) -> None:
     assert before(version, other) is older
+
+
+@pytest.mark.parametrize("engine", GOOD)
+def test_a_cache_in_which_each_request_is_alone_warms_nothing(engine: str) -> None:
+    doubtful = replace(GOOD[engine], deterministic=engine == "sglang", attention_backend="torch_native")
+    told = {
+        isolate: brief(found(engine, doubtful, lane=ONE_EACH, isolate_cache=isolate))
+        for isolate in ("off", "request", "run")
+    }
+    warm = {finding for finding in told["off"] if finding[0] == "prefix-cache"}
+    assert warm
+    assert told["run"] == told["off"]
+    assert told["request"] == told["off"] - warm
+
+
+@pytest.mark.parametrize("engine", GOOD)
+def test_an_engine_that_goes_by_priority_is_told_it(engine: str) -> None:
+    going = replace(GOOD[engine], priority_scheduling=True)
+    assert "priority-unused" not in {finding.id for finding in found(engine, going, priority="index")}

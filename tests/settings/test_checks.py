@@ -126,3 +126,27 @@ def test_one_server_in_two_places_is_warned_of() -> None:
     assert warning.startswith("pools[1].replicas[0].url: pools[0].replicas[0] is the same server")
     ranks = [{"name": f"a-{rank}", "url": URL.format(1), "dp_rank": rank} for rank in range(2)]
     assert load(pools=pool(replicas=ranks)).warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "role", "key", "value", "does"),
+    [
+        ("openai", "generate", "isolate_cache", "request", "sample"),
+        ("sglang", "reward", "isolate_cache", "run", "score"),
+        ("openai", "generate", "priority", "index", "sample"),
+        ("vllm", "reward", "priority", "header", "score"),
+    ],
+)
+def test_what_no_route_of_the_pool_would_read_is_refused(
+    engine: str, role: str, key: str, value: str, does: str
+) -> None:
+    [line] = refused(pools=pool(engine=engine, role=role, **{key: value}))
+    assert line.startswith(f"pools[0].{key}: {engine} takes no ")
+    assert line.endswith(f" with requests to {does}; set off")
+    load(pools=pool(engine=engine, role=role, **{key: "off"}))
+
+
+@pytest.mark.parametrize("key", ["isolate_cache", "priority"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_engines_that_read_them_may_be_told(engine: str, key: str) -> None:
+    load(pools=pool(engine=engine, **{key: "request" if key == "isolate_cache" else "index"}))

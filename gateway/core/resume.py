@@ -1,0 +1,60 @@
+"""Rollouts that go on: a prompt sent again with the tokens that were drawn so far.
+
+What goes on is a *segment* of the sample that it names. The sample's request keeps its index; its segments are counted by
+themselves, from 1, in a scope that stands right behind it in canonical order. Whoever names a segment means its sample.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from gateway.core import ids
+
+LARGEST_SAMPLE = 4095
+
+_SEGMENTS = re.compile(r"(.*)/([0-9]{1,10})\.([0-9]{1,4})", re.S)
+_CONTENT = r"(?P<content>/[0-9a-f]{16})?"
+_SEGMENT = r"(?:/(?P<first>[0-9]{1,10})\.(?P<drawn>[0-9]{1,4}))?"
+_PLACE = r":(?P<index>[0-9]{1,10})(?:\.(?P<sample>[0-9]{1,4})(?:-[0-9]+)?!?)?"
+
+
+class Origin(NamedTuple):
+    """The sample that goes on."""
+
+    identity: str
+    """Effective identity of the request that drew its beginning."""
+    index: int  # type: ignore[assignment]  # hides a tuple's `index`
+    sample: int = 0
+
+    def name(self, ordinal: int = 0) -> str:
+        """What X-Detgate-Resume may call it."""
+        return f"{ids.request_id(self.identity, self.index, ordinal)}.{self.sample}"
+
+    @property
+    def scope(self) -> str:
+        """The effective identity of its segments."""
+        return f"{self.identity}/{self.index}.{self.sample}"
+
+
+def read(name: str, identity: str, ordinal: int = 0) -> Origin | None:
+    """The sample that a request id names; None where it is none of this identity and session.
+
+    `{request id}` is its sample 0, `{request id}.{sample}` any, also as an engine has it, with `!`.
+    """
+    behind = f"~{ordinal}" if ordinal else ""
+    match = re.fullmatch(re.escape(ids.written(identity)) + _CONTENT + _SEGMENT + behind + _PLACE, name)
+    if match is None:
+        return None
+    segment = match["first"] is not None
+    index = int(match["first"] if segment else match["index"])
+    sample = int((match["drawn"] if segment else match["sample"]) or 0)
+    if index > ids.LARGEST_INDEX or sample > LARGEST_SAMPLE:
+        return None
+    return Origin(identity + (match["content"] or ""), index, sample)
+
+
+def origin(scope: str) -> Origin | None:
+    """The sample whose segments have this effective identity."""
+    match = _SEGMENTS.fullmatch(scope)
+    return None if match is None else Origin(match[1], int(match[2]), int(match[3]))
