@@ -289,7 +289,7 @@ def _rank(asked: Asked, decided: plan.Plan) -> int | None:
 
 
 def _salt(asked: Asked, request_id: str) -> tuple[bytes, ...]:
-    """What its cache salt is made of. Of a request's own the time is a part: another run, or a retry, meets none of it."""
+    """What its cache salt is made of. The time is a part of a request's own: no other run and no retry meets it."""
     if asked.pool.settings.isolate_cache == "run":
         return (b"run", asked.run.encode())
     return (b"request", request_id.encode(), b"%d" % time.time_ns())

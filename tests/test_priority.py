@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -93,6 +94,10 @@ async def test_by_header_the_lower_goes_first_and_the_seed_is_the_same() -> None
         assert again != three
 
 
+def waiting(gate: Gate, count: int) -> bool:
+    return gate.in_flight("policy-0") == count
+
+
 async def test_by_header_those_who_wait_in_a_lane_go_in_that_order() -> None:
     first = asyncio.Event()
     order: list[str] = []
@@ -110,7 +115,7 @@ async def test_by_header_those_who_wait_in_a_lane_go_in_that_order() -> None:
         tasks = []
         for place, number in enumerate((9, 3, 2, 1)):
             tasks.append(asyncio.ensure_future(ask(gate, str(number), f"s{number}", x_detgate_priority=str(number))))
-            await gate.until(lambda place=place: gate.in_flight("policy-0") == place + 1)
+            await gate.until(partial(waiting, gate, place + 1))
         first.set()
         await asyncio.gather(*tasks)
         # 9 runs, 3 was alone in the first round; those that came later wait together.

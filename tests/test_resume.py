@@ -1,4 +1,4 @@
-"""A rollout that is broken off and goes on: the same tokens on SGLang, a seed of its own on vLLM, and what is said of it."""
+"""A rollout that is broken off and goes on: the same tokens on SGLang, on vLLM a seed of its own, and what is said."""
 
 from __future__ import annotations
 
