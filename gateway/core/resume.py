@@ -1,7 +1,7 @@
 """Rollouts that go on: a prompt sent again with the tokens that were drawn so far.
 
 What goes on is a *segment* of the sample that it names. The sample's request keeps its index; its segments are counted
-by themselves, from 1, in a scope that stands right behind it in canonical order. Whoever names a segment means its sample.
+by themselves, from 1, in a scope that stands right behind it in canonical order. A segment's name means its sample.
 """
 
 from __future__ import annotations
