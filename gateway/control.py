@@ -9,6 +9,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, admin, findings, rl_api, sessions_api
@@ -179,6 +180,10 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
         return answer(Fault("The gateway failed; its log says why."))
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(request: Request, error: ClientDisconnect) -> Response:
+        return answer(CallerFault("The client left before its request was whole."))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:

@@ -7,7 +7,7 @@ may create one.
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
-from urllib.parse import quote, unquote_to_bytes
+from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -204,7 +204,7 @@ class Desk:
             raise NotFound("This key opens a session, and no group.", code="group_not_found")
         self._admin.check(given(dict(request.headers.raw)))
         run = self.run(names.run, known=True)
-        name = identity.text(unquote_to_bytes(request.path_params["group_id"]), "group id")
+        name = identity.text(identity.unescaped(request.path_params["group_id"], "group id"), "group id")
         group = self._sessions.group(run.name, name)
         if group is None:
             raise NotFound(f"Run {run.name} has no group {name}.", code="group_not_found")

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
-from gateway.core import fields
+from gateway.core import fields, heads
 from gateway.core.errors import Fault, TooLarge
 from gateway.core.shapes import error_body, error_headers
 from gateway.core.types import Headers, Request
@@ -114,6 +114,7 @@ class DataPlane:
             await self._rest(scope, receive, send)
             return
         try:
+            heads.check_once([(name.lower(), value) for name, value in scope["headers"]])
             body = await self._body(receive)
         except Fault as fault:
             client = Client()

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import httptools
+import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from gateway.core import fields
+from gateway.core import fields, heads
 from gateway.core.errors import CallerFault, Fault, TooLarge, TooSlow
 from gateway.core.shapes import error_body, error_headers
 from gateway.core.types import Request
@@ -28,7 +29,15 @@ PIPELINED = 32
 BODY_RATE = 16384
 """Bytes a second that a client must send on average, beyond `body_seconds`."""
 
-IDLE, HEAD, BODY = range(3)
+SMALL = 4096
+"""Bytes of a body's piece below which it is joined to the one before, so that crumbs cost no more than a loaf."""
+
+BODILESS = (204, 304)
+"""Statuses whose answers have no body, and no word of one."""
+
+IDLE, HEAD, BODY, ENDING = range(4)
+
+log = structlog.get_logger("detgate.http")
 
 
 class _HeadTooLarge(CallerFault):
@@ -36,7 +45,17 @@ class _HeadTooLarge(CallerFault):
     code = "head_too_large"
 
 
-_HEAD_TOO_LARGE = _HeadTooLarge("The request's head is too large. Send fewer or shorter headers.")
+class _TargetTooLong(CallerFault):
+    status = 414
+    code = "target_too_long"
+
+
+class _Enough(Exception):
+    """Nothing more is read on this connection."""
+
+
+def _head_too_large() -> Fault:
+    return _HeadTooLarge("The request's head is too large. Send fewer or shorter headers.")
 
 
 class Plane(Protocol):
@@ -69,7 +88,7 @@ class Client:
         self.request = request
         self.keep_alive = keep_alive
         self.expect = expect
-        self.body: list[bytes] = []
+        self.body: list[bytes | bytearray] = []
         self.length = 0
         self.more_body = True
         self.refusal: Fault | None = None
@@ -85,6 +104,18 @@ class Client:
     def version(self) -> str:
         return self._protocol.version
 
+    def take(self, piece: bytes) -> None:
+        """The next piece of the request's body."""
+        body = self.body
+        if body and len(piece) < SMALL:
+            last = body[-1]
+            if type(last) is bytearray:
+                last += piece
+                return
+            body.append(bytearray(piece))
+        else:
+            body.append(piece)
+
     def reply(self, status: int, headers: bytes, body: bytes) -> None:
         """A whole answer at once."""
         self._head = None
@@ -92,16 +123,21 @@ class Client:
             return
         self.started = True
         protocol = self._protocol
+        framing = b"" if status in BODILESS else b"content-length: %d\r\n" % len(body)
+        if self.request.method == "HEAD" or status in BODILESS:
+            body = b""
         protocol.transport.write(
-            b"%b%b%b%bcontent-length: %d\r\n\r\n%b"
-            % (STATUS_LINE[status], protocol.own_lines(), headers, self._connection(), len(body), body)
+            b"%b%b%b%b%b\r\n%b"
+            % (STATUS_LINE[status], protocol.own_lines(), headers, self._connection(), framing, body)
         )
         self._finish()
 
     def start(self, status: int, headers: bytes, length: int | None = None) -> None:
         """Status and headers of a streamed answer; they leave with its first bytes. `length`: of the body, if known."""
         protocol = self._protocol
-        if length is not None:
+        if status in BODILESS:
+            framing = b""
+        elif length is not None:
             framing = b"content-length: %d\r\n" % length
         elif protocol.version == "1.1":
             self._chunked = True
@@ -168,6 +204,8 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
+_UNKNOWN = Request("", "", "", [], {}, b"")
+"""A request that could not be read."""
 
 
 class Carrier(HttpToolsProtocol):
@@ -186,6 +224,9 @@ class Carrier(HttpToolsProtocol):
         self._phase = IDLE
         self._since = self.loop.time()
         self._head_bytes = 0
+        self._unread = 0
+        """Bytes that came since a head or a piece of a body was last whole."""
+        self._upgrade = False
         self._deaf = False
         self._paused_since: float | None = None
         self._unsent = 0
@@ -195,66 +236,99 @@ class Carrier(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
+        self._unread += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._deaf = True
-        except httptools.HttpParserCallbackError:
-            self._refuse_head(_HEAD_TOO_LARGE)
+        except httptools.HttpParserUpgrade as error:
+            self._read_on(data[error.args[0] :])
+        except httptools.HttpParserCallbackError as error:
+            self._stop(error.__context__ or error)
         except httptools.HttpParserError as error:
-            self._refuse_head(CallerFault(f"The request is not valid HTTP/1.1: {error}.", code="invalid_http"))
+            self._fail(CallerFault(f"The request is not valid HTTP/1.1: {error}.", code="invalid_http"))
         else:
-            if self._phase == HEAD:
-                self._head_bytes += len(data)
-                if self._head_bytes > self.plane.head_bytes:
-                    self._refuse_head(_HEAD_TOO_LARGE)
+            if self._unread > self.plane.head_bytes and self._phase != IDLE:
+                self._fail(_head_too_large())
+
+    def _read_on(self, rest: bytes) -> None:
+        """No change of protocol is made: the request is read anew without the wish for one."""
+        if not self._upgrade:
+            return
+        self._upgrade = False
+        first = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        kept = fields.lines([field for field in self.headers if field[0] != b"upgrade"])
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.data_received(b"%b%b\r\n%b" % (first, kept, rest))
+
+    def _stop(self, error: BaseException) -> None:
+        """A callback has ended the reading."""
+        if isinstance(error, _Enough):
+            self._deaf, self._phase = True, IDLE
+        elif isinstance(error, Fault):
+            self._fail(error)
+        else:
+            log.error("a request could not be read", exc_info=error)
+            self._fail(Fault("The gateway failed; its log says why."))
 
     def on_message_begin(self) -> None:
+        if self._deaf:
+            raise _Enough
         self.url = b""
         self.headers = []
         self.expect_100_continue = False
-        self._head_bytes = 0
+        self._head_bytes = self._unread = 0
         self._phase = HEAD
         self._since = self.loop.time()
 
     def on_url(self, url: bytes) -> None:
         self.url += url
         if len(self.url) > self.plane.head_bytes:
-            raise ValueError
+            raise _TargetTooLong("The request's target is too long. Send what belongs there in the body.")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > self.plane.head_bytes:
-            raise ValueError
+            raise _head_too_large()
+        if self._phase == BODY:
+            return  # a trailer: what decided is decided, and nobody asked for more
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        self._phase = BODY
-        self._head_bytes = 0
-        path, _, query = self.url.decode("latin-1").partition("?")
+        method, version = self.parser.get_method(), self.parser.get_http_version()
+        by_name = dict(self.headers)
+        heads.check(method, version, self.headers, by_name)
+        if self.parser.should_upgrade():
+            self._upgrade = True
+            return
+        self._begin_body()
+        url = self.url
+        if not url.startswith(b"/") or b"#" in url:
+            url = self.url = heads.origin_form(method, url)
+        if version == "1.0":
+            self.expect_100_continue = False
+        path, _, query = url.decode("latin-1").partition("?")
         if not self.plane.owns(path):
             self._leave_to_asgi()
             return
-        self.version = self.parser.get_http_version()
-        by_name = dict(self.headers)
-        request = Request(self.parser.get_method().decode("ascii"), path, query, self.headers, by_name, b"")
+        self.version = version
+        request = Request(method.decode("ascii"), path, query, self.headers, by_name, b"")
         keep_alive = self.parser.should_keep_alive() and not self.plane.draining
         client = Client(self, request, keep_alive, self.expect_100_continue)
         declared = int(by_name.get(b"content-length", b"0") or b"0")
         if declared > self.plane.body_bytes:
             client.refusal = self._too_large()
+        first = self._is_next()
         self.cycle = client  # type: ignore[assignment]
-        if self.active is None:
+        if first:
             self._activate(client)
-        elif len(self.pipeline) < PIPELINED:
-            self.pipeline.appendleft((client, None))  # type: ignore[arg-type]
         else:
-            self._deaf = True
+            self.pipeline.appendleft((client, None))  # type: ignore[arg-type]
 
     def on_body(self, body: bytes) -> None:
+        self._unread = 0
         client: Any = self.cycle
         if type(client) is not Client:
             super().on_body(body)
@@ -268,9 +342,11 @@ class Carrier(HttpToolsProtocol):
             if client is self.active:
                 self._refuse(client)
             return
-        client.body.append(body)
+        client.take(body)
 
     def on_message_complete(self) -> None:
+        if self._upgrade:
+            return
         self._phase = IDLE
         self._since = self.loop.time()
         client: Any = self.cycle
@@ -279,13 +355,26 @@ class Carrier(HttpToolsProtocol):
             return
         client.more_body = False
         if client.response_complete:
+            self._deaf = True
             self.transport.close()
             return
         body = client.body
-        client.request.body = body[0] if len(body) == 1 else b"".join(body)
+        client.request.body = bytes(body[0]) if len(body) == 1 else b"".join(body)
         client.body = []
         if client is self.active:
             self._serve(client)
+
+    def _begin_body(self) -> None:
+        """The head is good. Raises `_Enough` where too many requests wait before this one: the client asks again."""
+        if len(self.pipeline) >= PIPELINED:
+            self.pipeline[0][0].keep_alive = False
+            raise _Enough
+        self._phase = BODY
+        self._head_bytes = self._unread = 0
+
+    def _is_next(self) -> bool:
+        """Whether nothing that was asked before on this connection is still to be answered."""
+        return self.active is None and not self._busy_with_asgi()
 
     def _leave_to_asgi(self) -> None:
         url, headers, expect = self.url, self.headers, self.expect_100_continue
@@ -297,6 +386,8 @@ class Carrier(HttpToolsProtocol):
     # --- one request after the other
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         if type(cycle) is Client:
+            if cycle.more_body:
+                self._since = self.loop.time()
             self._activate(cycle)
             if not cycle.more_body:
                 self._serve(cycle)
@@ -329,11 +420,13 @@ class Carrier(HttpToolsProtocol):
     def linger(self, client: Client) -> None:
         """The answer is written and the connection ends; what the client still sends is read and dropped first."""
         self.server_state.total_requests += 1
-        self._deaf = not client.more_body
-        if client.more_body:
-            self._since = self.loop.time()
-        else:
+        if not (client.more_body or self._deaf):
+            self._deaf = True
             self.transport.close()
+            return
+        self._deaf, self._phase, self._since = True, ENDING, self.loop.time()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
 
     # --- refusing
     def _too_large(self) -> TooLarge:
@@ -347,16 +440,29 @@ class Carrier(HttpToolsProtocol):
         client.keep_alive = False
         client.reply(fault.status, fields.lines(error_headers(fault)), error_body(fault, api_of(client.request.path)))
 
-    def _refuse_head(self, fault: Fault) -> None:
-        """Nothing on this connection can be trusted any more: an answer under way ends, then it closes."""
+    def _fail(self, fault: Fault) -> None:
+        """Nothing that follows on this connection can be trusted: what was asked before is answered, then it ends."""
         self._deaf = True
-        if self.active is not None and not self.active.response_complete:
-            self.active.keep_alive = False
-            return
-        client = Client(self, Request("", "", "", [], {}, b""), False, False)
+        asked: Any = self.cycle if self._phase == BODY else None
+        self._phase = IDLE
+        client = asked if type(asked) is Client else Client(self, _UNKNOWN, False, False)
         client.more_body = False
-        self.active = client
-        client.reply(fault.status, fields.lines(error_headers(fault)), error_body(fault, "openai"))
+        client.refusal = fault
+        if asked is None:
+            waits = not self._is_next()
+        elif asked.response_complete or (asked is not client and asked.response_started):
+            self.transport.close()
+            return
+        elif waits := bool(self.pipeline) and self.pipeline[0][0] is asked:
+            self.pipeline.popleft()
+        if asked is not None and asked is not client:
+            asked.disconnected = True
+            asked.message_event.set()
+        self.cycle = client  # type: ignore[assignment]
+        if waits:
+            self.pipeline.appendleft((client, None))  # type: ignore[arg-type]
+        else:
+            self._activate(client)
 
     # --- time
     def overdue(self, now: float) -> None:
@@ -368,19 +474,20 @@ class Carrier(HttpToolsProtocol):
                 self._paused_since, self._unsent = now, unsent
             elif now - self._paused_since > plane.write_seconds:
                 self.transport.abort()
+        elif self._phase == ENDING:
+            if waited > LINGER_SECONDS:
+                self.transport.abort()
+        elif self.flow.read_paused:
+            pass
         elif self._phase == HEAD:
             if waited > plane.head_seconds:
-                self._refuse_head(TooSlow("The request's head did not arrive in time.", code="head_timeout"))
+                self._fail(TooSlow("The request's head did not arrive in time.", code="head_timeout"))
         elif self._phase == BODY:
-            client: Any = self.cycle
-            if type(client) is not Client:
-                return
-            if client.response_complete:
-                if waited > LINGER_SECONDS:
-                    self.transport.abort()
-            elif waited > plane.body_seconds + client.length / BODY_RATE and client is self.active:
-                client.refusal = TooSlow("The request's body did not arrive in time.", code="body_timeout")
-                self._refuse(client)
+            asked: Any = self.cycle
+            length = asked.length if type(asked) is Client else 0
+            waits = self.pipeline and self.pipeline[0][0] is asked
+            if waited > plane.body_seconds + length / BODY_RATE and not waits:
+                self._fail(TooSlow("The request's body did not arrive in time.", code="body_timeout"))
         elif self.active is None and waited > self.timeout_keep_alive and not self._busy_with_asgi():
             self.transport.close()
 

@@ -18,7 +18,8 @@ KEY_BYTES = 256
 
 _PREFIX = re.compile(r"(?:/runs/(?P<run>[^/]+))?(?:/sessions/(?P<session>[^/]+))?(?P<route>/.*)")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_NO_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _DIGITS = re.compile(r"[0-9]{1,10}")
 
 
@@ -94,12 +95,12 @@ def locate(path: str) -> Location:
 
 def named(location: Location, headers: dict[bytes, bytes]) -> Named:
     """The run and the session that path and headers name. `headers` has names in lower case. Raises `CallerFault`."""
-    run = None if location.run is None else run_name(unquote_to_bytes(location.run))
+    run = None if location.run is None else run_name(unescaped(location.run, "run"))
     if (value := headers.get(b"x-detgate-run")) is not None:
         run = run_name(value)
     elif run is None and location.session is None and b"x-session-id" not in headers:
         return _NAMELESS
-    session = None if location.session is None else text(unquote_to_bytes(location.session), "session id")
+    session = None if location.session is None else text(unescaped(location.session, "session id"), "session id")
     if session is None and (value := headers.get(b"x-session-id")) is not None:
         session = text(value, "X-Session-ID")
     return Named(run, session)
@@ -199,6 +200,13 @@ def _order(header: bytes | None, number: int | None, named: bool, default: Kind)
     if order != "arrival":
         raise _refuse("X-Index-Order", "arrival or content")
     return "arrival" if named else "content"
+
+
+def unescaped(part: str, name: str) -> bytes:
+    """A part of a path without its percent escapes. Raises `CallerFault` that names `name` where one is none."""
+    if _NO_ESCAPE.search(part) is not None:
+        raise _refuse(name, "percent-encoded: two hex digits behind each %")
+    return unquote_to_bytes(part)
 
 
 def text(value: bytes, name: str, limit: int = SESSION_BYTES) -> str:
