@@ -385,3 +385,37 @@ class TestReward:
                 assert answer.headers["x-detgate-guarantee"] == "none; reward-batched"
             with gates.gateway(tmp_path / "strict", pool, profile="strict") as gate:
                 assert ask(gate, CLASSIFY, {"text": "Water"}).status_code == 503
+
+
+class TestARolloutThatGoesOn:
+    """Broken off after 5 tokens and again after 9: the tokens are those of the whole one."""
+
+    def test_it_continues_exactly(self, gate: Gate) -> None:
+        prompt = [11, 12, 13, 14]
+        path = "/sessions/goes-on" + GENERATE
+
+        def sampled(tokens: list[int], length: int, resumes: str | None = None) -> httpx.Response:
+            body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": length, "temperature": 1, "ignore_eos": True}}
+            return ask(gate, path, body, {"x-detgate-resume": resumes} if resumes else None)
+
+        whole = sampled(prompt, 16)
+        drawn = told(whole)["output_ids"]
+        said = drawn[:5]
+        for length in (4, 7):
+            part = sampled(prompt + said, length, whole.headers["x-detgate-request-id"])
+            said = said + told(part)["output_ids"]
+            assert part.headers["x-detgate-seed"] == whole.headers["x-detgate-seed"]
+        assert said == drawn
+        assert part.headers["x-detgate-segment"] == "2"
+
+
+class TestSalts:
+    def test_no_prompt_is_found_in_the_cache(self, tmp_path: Path) -> None:
+        """Its radix cache is on in this mode on a CPU; `cached_tokens` tells what was found there."""
+        caching = Spec("sglang", "tiny-llm", ("--enable-deterministic-inference",))
+        with servers.running([caching], tmp_path) as [server]:
+            for isolate, warm in (("off", True), ("request", False)):
+                pool = gates.pool("policy", "sglang", [server.url], isolate_cache=isolate)
+                with gates.gateway(tmp_path / isolate, pool) as gate:
+                    found = [told(ask(gate, GENERATE, native("word " * 50)))["meta_info"]["cached_tokens"] for _ in range(2)]
+                assert (found[1] > 10) is warm, (isolate, found)
