@@ -21,6 +21,7 @@ from gateway.siblings import Alone, Siblings
 from gateway.silence import Silence
 from gateway.tasks import start, stop
 from gateway.telemetry import Telemetry
+from gateway.ui.clerk import Clerk
 
 
 class Gateway:
@@ -41,6 +42,7 @@ class Gateway:
         self.health = Health(settings, self.fleet, lambda *told: self.changes.note(*told))
         self.changes = Changes(self.run, self.fleet, self.health, self.runs.own.ledger)
         self.siblings: Siblings = Alone(self.changes)
+        self._clerk = Clerk(settings)
         weights.restore(self.fleet, self.runs.own.folder)
         self.silence = Silence(settings.timeouts, self.pipeline.dispatcher)
         self.head_bytes = settings.limits.head_bytes
@@ -68,6 +70,7 @@ class Gateway:
             self.fleet,
             self.telemetry,
             self.siblings,
+            self._clerk,
             lambda: self.draining,
         )
         return DataPlane(self, rest)
@@ -120,6 +123,9 @@ class Gateway:
         def scopes() -> Iterable[tuple[tuple[str, ...], float]]:
             return (((), self._store.scopes),)
 
+        def readings() -> Iterable[tuple[tuple[str, ...], float]]:
+            return (((), self._clerk.reading),)
+
         def owed() -> Iterable[tuple[tuple[str, ...], float]]:
             return (((), self._store.owed),)
 
@@ -142,4 +148,5 @@ class Gateway:
         add("detgate_lane_waiting", "Requests that wait in lanes.", ("pool",), waiting)
         add("detgate_scopes", "Counters in memory.", (), scopes)
         add("detgate_store_owed", "Ends of claims that the store could not be told yet.", (), owed)
+        add("detgate_readings", "Ledgers that are being read for pages.", (), readings)
         add("detgate_sessions", "Sessions that were created and have not ended.", (), sessions, "max")

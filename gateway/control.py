@@ -23,6 +23,8 @@ from gateway.settings import Settings
 from gateway.siblings import Siblings
 from gateway.stores import Store
 from gateway.telemetry import Telemetry
+from gateway.ui import site
+from gateway.ui.clerk import Clerk
 
 EXPOSITION = "text/plain; version=1.0.0; charset=utf-8"
 
@@ -35,6 +37,7 @@ def build(
     fleet: Fleet,
     telemetry: Telemetry,
     siblings: Siblings,
+    clerk: Clerk,
     draining: Callable[[], bool],
 ) -> FastAPI:
     """The application. What it shows is read when it is asked for."""
@@ -45,6 +48,7 @@ def build(
     app.include_router(admin.build(settings, runs, sessions, fleet, siblings))
     app.include_router(sessions_api.build(settings, runs, sessions, store))
     app.include_router(rl_api.build(settings, runs, sessions, store))
+    app.mount("/ui", site.build(settings, runs, sessions, fleet, clerk))
 
     @app.get("/livez", summary="The process runs")
     async def livez() -> dict[str, str]:

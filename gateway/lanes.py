@@ -146,6 +146,10 @@ class Lanes:
     def __len__(self) -> int:
         return len(self._lanes)
 
+    def __iter__(self) -> Iterator[Lane]:
+        """The lanes that are used and known to this process."""
+        return iter(self._lanes.values())
+
     async def reserve(self, places: Iterable[Place]) -> None:
         """Take the places of several calls of one request, all or none. Raises `Busy`.
 

@@ -24,6 +24,7 @@ SERIES = {
     "detgate_inside": {"pool"},
     "detgate_paused": {"pool"},
     "detgate_paused_waiting": {"pool"},
+    "detgate_readings": set(),
     "detgate_sessions": set(),
     "detgate_store_owed": set(),
     "detgate_racing": set(),

@@ -37,6 +37,18 @@ CAUSES: dict[Cause, str] = {
 }
 """What each cause means."""
 
+MARKS: dict[Cause, str] = {
+    "missing-request": "∅",
+    "other-prompt": "P",
+    "other-order": "⇄",
+    "other-seed": "S",
+    "other-replica": "R",
+    "other-engine": "E",
+    "other-retries": "↻",
+    "other-answer": "A",
+}
+"""What stands for each cause, so that none is told by its colour alone."""
+
 HARMLESS: frozenset[Cause] = frozenset({"other-replica", "other-engine", "other-retries"})
 """Causes that need not change what the client got."""
 

@@ -7,24 +7,12 @@ from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
-from gateway.evidence.causes import CAUSES, Difference
+from gateway.evidence.causes import CAUSES, MARKS, Difference
 from gateway.evidence.diff import Diff
 from gateway.evidence.diff_text import as_json, side_of, where
 
 PLACE = "/*DATA*/"
 """Where the data stands in the template."""
-
-MARKS = {
-    "missing-request": "∅",
-    "other-prompt": "P",
-    "other-order": "⇄",
-    "other-seed": "S",
-    "other-replica": "R",
-    "other-engine": "E",
-    "other-retries": "↻",
-    "other-answer": "A",
-}
-"""What stands in a cell, so that no cause is told by its colour alone."""
 
 
 def page(diff: Diff) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -61,10 +61,18 @@ class Entry:
 class Requests:
     """The requests of one run, or of one session of it. Made by reading its records once, which may take a while.
 
-    `since`: the records before it do not matter.
+    `since`: the records before it do not matter. `among`: these requests alone, so that memory is bounded by them.
     """
 
-    def __init__(self, folder: Path, session: str | None = None, since: Mark | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        session: str | None = None,
+        since: Mark | None = None,
+        among: Collection[Key] | None = None,
+    ) -> None:
+        self._among = None if among is None else frozenset(among)
+        self._kin = {key.session for key in among or ()}
         self._files = [file for file in sorted(folder.glob("*.jsonl")) if since is None or file.name >= since.segment]
         self._entries: dict[Key, Entry] = {}
         self._seen: dict[str, int] = {}
@@ -86,7 +94,8 @@ class Requests:
         else:
             timed = _timed(chain.from_iterable(segments))
         for _, record, span in timed:
-            self._note(record, span)
+            if self._among is None or self._concerns(record):
+                self._note(record, span)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -146,6 +155,15 @@ class Requests:
 
     def _by_submission(self, key: Key) -> Rank:
         return (*self._submitted(key.session), *self._canonical(key))
+
+    def _concerns(self, record: dict[str, Any]) -> bool:
+        """Whether a record tells of a request that is wanted, of its session, or of who wrote."""
+        if record.get("event") == "gateway":
+            return True
+        session = record.get("session")
+        if session not in self._kin:
+            return False
+        return record.get("event") != "opened" or (session, record["identity"], record["index"]) in (self._among or ())
 
     def _note(self, record: dict[str, Any], span: Span) -> None:
         match record:

@@ -251,6 +251,7 @@ class Limits(Section):
         20_000, description="Counters in memory; those unused for longest go to a file in the run's folder."
     )
     runs: Count = Field(64, description="Runs that requests may name and one process has open.")
+    readings: Count = Field(2, description="Ledgers that are read at once for pages of `/ui`; past it 503.")
     attempts: Count = Field(3, description="Sendings of one request, the first included.")
 
 
@@ -278,6 +279,7 @@ class Timeouts(Section):
         description="Seconds of silence after which a gateway of a run in redis counts as gone, and for which the"
         " others wait to be told what it did when redis may have forgotten.",
     )
+    reading: Seconds = Field(60.0, description="Seconds that a page of `/ui` may read ledgers.")
     run: Seconds = Field(
         2592000.0, description="Seconds after its last request for which a run is kept in redis; then it answers 410."
     )

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from gateway.cli import main
-from gateway.evidence.causes import CAUSES
-from gateway.evidence.report import MARKS
+from gateway.evidence.causes import CAUSES, MARKS
 from tests.evidence.ledger import request, write
 
 HOSTILE = '</script><img src=x onerror="document.title=1">'
