@@ -198,6 +198,22 @@ async def test_another_server_is_told_what_there_is_and_waits_before_it_lets_in(
                     await turn
 
 
+async def test_a_first_replica_holds_nobody_up(quick: None) -> None:
+    async with RedisServer() as server, RedisServer() as replica, Front(server.port) as front:
+        async with linked(front.url) as link, places(link) as home:
+            mine = claim()
+            await home.turn(mine)
+            await replica.ask("REPLICAOF", "127.0.0.1", server.port)
+            while b"state=online" not in await server.ask("INFO", "replication"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            front.lead(server.port)
+            await until(lambda: link.generation == 2 and link.why_down is None)
+            home.leave(mine)
+            async with asyncio.timeout(5):
+                await home.turn(claim(index=1))
+            assert await server.ask("EXISTS", "detgate:{lanes:pool}:quiet") == 0
+
+
 async def test_a_lost_message_costs_time_alone(quick: None) -> None:
     async with RedisServer() as server, linked(server.url) as link, places(link) as home:
         link.unsubscribe(home._channel, home._hear)

@@ -45,6 +45,18 @@ local function extend()
     redis.call('HSET', root .. 'gateways', token, string.format('%d %d', now + lease, connection))
 end
 
+-- What this server is called, and whether it may lack what the one that is kept as the last was told. As in rule.lua:
+-- without a former history the replication id of one process may change by itself.
+local function identity(last)
+    local history, former = string.match(
+        redis.call('INFO', 'replication'), 'master_replid:(%x+).-master_replid2:(%x+)'
+    )
+    local process = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
+    local kept, by = string.match(last or '', '^(%x+) (%x+)$')
+    local same = kept == history or (by == process and not string.find(former, '[^0]'))
+    return history .. ' ' .. process, last and not same
+end
+
 local function quiet()
     return redis.call('EXISTS', root .. 'quiet') == 1
 end
@@ -255,10 +267,9 @@ function operations.enrol()
         return { 'gone' }
     end
     local before, count = ARGV[FIRST] == '1', tonumber(ARGV[FIRST + 1])
-    local server = string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)')
-    local last = redis.call('GET', root .. 'about')
+    local server, forgot = identity(redis.call('GET', root .. 'about'))
     local known = redis.call('HEXISTS', root .. 'gateways', token) == 1
-    if (last and last ~= server) or (before and not known) then
+    if forgot or (before and not known) then
         redis.call('SET', root .. 'quiet', 1, 'PX', lease)
     end
     redis.call('SET', root .. 'about', server, 'EX', KEPT)
