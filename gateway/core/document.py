@@ -138,7 +138,6 @@ class Document:
             if type(value) is not dict or name not in value:
                 return None
             value = value[name]
-        name = path[-1]
         place = self._place(name)
         if place is not None and (match := _SCALAR_VALUE.match(self.raw, place + len(name) + 2)) is not None:
             return match[1]
@@ -276,8 +275,7 @@ class Document:
             return places[name]
         raw = self.raw
         place = None
-        if len(raw) <= _SEARCHED and name.isidentifier() and name.isascii() and not self._escaped():
-            quoted = _quoted(name)
+        if len(raw) <= _SEARCHED and not self._escaped() and (quoted := _plainly_quoted(name)):
             first = raw.find(quoted)
             if raw.find(quoted, first + 1) < 0:
                 place = first
@@ -410,6 +408,12 @@ def _encoded(name: str) -> bytes:
 
 
 _remembered = lru_cache(maxsize=256)(_encoded)
+
+
+@lru_cache(maxsize=256)
+def _plainly_quoted(name: str) -> bytes:
+    """A name as a JSON string that can be spelled in one way without escapes; nothing where it cannot."""
+    return _encoded(name) if len(name) <= 64 and name.isidentifier() and name.isascii() else b""
 
 
 def _without(members: list[_Member], gone: set[int]) -> list[_Splice]:

@@ -33,7 +33,12 @@ def derive(*parts: bytes) -> int:
 
     1 + x mod (2³¹−1), x being the first 8 bytes, big-endian, of BLAKE2b-512 of the framed parts.
     """
-    return 1 + int.from_bytes(blake2b(framed(*parts)).digest()[:8]) % LARGEST
+    return drawn(framed(*parts))
+
+
+def drawn(whole: bytes) -> int:
+    """The same of parts that are framed already, one after another."""
+    return 1 + int.from_bytes(blake2b(whole).digest()[:8]) % LARGEST
 
 
 def samples(seed: int, n: int) -> list[int]:

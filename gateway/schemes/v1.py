@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from gateway.core.seeds import derive
+from functools import lru_cache
+
+from gateway.core.seeds import drawn, framed
 
 
 def seed(master: int, identity: str, index: int, member: int | None) -> int:
@@ -11,4 +13,9 @@ def seed(master: int, identity: str, index: int, member: int | None) -> int:
     Each part stands behind its length in 8 bytes, big-endian: `detgate-seed-v1`, the master seed in decimal
     ASCII, the identity in UTF-8, the index in decimal ASCII. The member plays no part: the identity tells it.
     """
-    return derive(b"detgate-seed-v1", b"%d" % master, identity.encode(), b"%d" % index)
+    return drawn(_beginning(master) + framed(identity.encode()) + framed(b"%d" % index))
+
+
+@lru_cache(maxsize=256)
+def _beginning(master: int) -> bytes:
+    return framed(b"detgate-seed-v1", b"%d" % master)
