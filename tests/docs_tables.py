@@ -31,9 +31,6 @@ from tests.timelines import TIMELINES
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
-NOT_YET: dict[str, str] = {}
-"""Settings that nothing reads yet: the key, and how the code would read it."""
-
 _PART = re.compile(r"(<!-- begin: (\w+)(?: ([^\n]*?))? -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -83,7 +80,7 @@ def settings(section: str) -> str:
         model = _sections(get_type_hints(model, include_extras=True)[name])[0]
     hints = get_type_hints(model, include_extras=True)
     rows = (
-        (f"`{name}`", _NAMES.get(name) or _values(hints[name]), _default(field), _meaning(section, name, field))
+        (f"`{name}`", _NAMES.get(name) or _values(hints[name]), _default(field), str(field.description))
         for name, field in model.model_fields.items()
         if not _sections(hints[name])
     )
@@ -119,12 +116,6 @@ def _default(field: FieldInfo) -> str:
     value = field.default
     shown = int(value) if isinstance(value, float) and value.is_integer() else value
     return f"`{shown if isinstance(shown, str | Path) else json.dumps(shown)}`"
-
-
-def _meaning(section: str, name: str, field: FieldInfo) -> str:
-    key = f"{section}.{name}".removeprefix(".")
-    later = any(key == early or key.startswith(f"{early}.") for early in NOT_YET)
-    return f"{field.description}{' *(not in effect yet)*' if later else ''}"
 
 
 # --- engines

@@ -221,13 +221,6 @@ def test_every_header_that_is_read_or_given_is_explained() -> None:
     assert stay - {"content-length", "host"} <= told
 
 
-@pytest.mark.parametrize(("key", "reading"), docs_tables.NOT_YET.items())
-def test_settings_said_to_be_without_effect_are_read_nowhere(key: str, reading: str) -> None:
-    apart = ROOT / "gateway" / "settings"
-    sources = [source for source in faults.sources() if not source.is_relative_to(apart)]
-    assert [source.name for source in sources if re.search(reading, source.read_text())] == [], key
-
-
 # --- the worked example
 
 
