@@ -117,10 +117,11 @@ class Places:
                         "Ask again later, or raise limits.queue.",
                         code="queue_full",
                     )
-                if outcome == b"ok":
+                if outcome == b"ok" and all(claim.id in self._claims for claim in claims):
                     for claim, each in zip(claims, told, strict=True):
                         self._see(claim, each)
                     return
+                # The store does not know this gateway, or by a token only that it has given up meanwhile.
                 await self._enrolled()
             raise self._link.fault()
         except BaseException:
@@ -210,8 +211,10 @@ class Places:
             await self._call("retire")
 
     async def _renew(self) -> None:
-        sent = time.monotonic()
+        sent, token = time.monotonic(), self._token
         outcome, *over = await self._call("renew")
+        if token != self._token:
+            return
         if outcome == b"ok":
             self._keep(sent, over)
         else:
@@ -274,10 +277,12 @@ class Places:
             self._enrolment, self._untidy = None, True
             return
         self._untidy = False
-        self._enrolment.add_done_callback(partial(self._known_as, time.monotonic()))
+        self._enrolment.add_done_callback(partial(self._known_as, self._token, time.monotonic()))
 
-    def _known_as(self, sent: float, reply: asyncio.Future[Any]) -> None:
-        """The store has answered to what this gateway has."""
+    def _known_as(self, token: str, sent: float, reply: asyncio.Future[Any]) -> None:
+        """The store has answered to what this gateway has, or had by a token that it has given up meanwhile."""
+        if token != self._token:
+            return
         if reply.cancelled() or reply.exception() is not None:
             self._untidy = True
             return

@@ -97,12 +97,7 @@ local function advance(lane)
     end
 end
 
--- Out of the queue, or of the lane: then true.
-local function remove(gateway, lane, place)
-    redis.call('SREM', root .. 'places:' .. gateway, lane .. '|' .. place)
-    if redis.call('HDEL', lane_key(lane, 'in'), place) == 1 then
-        return true
-    end
+local function unqueue(lane, place)
     local member = redis.call('HGET', lane_key(lane, 'queue'), place)
     if member then
         redis.call('HDEL', lane_key(lane, 'queue'), place)
@@ -110,6 +105,15 @@ local function remove(gateway, lane, place)
             redis.call('ZREM', lane_key(lane, 'next'), member)
         end
     end
+end
+
+-- Out of the queue, or of the lane: then true.
+local function remove(gateway, lane, place)
+    redis.call('SREM', root .. 'places:' .. gateway, lane .. '|' .. place)
+    if redis.call('HDEL', lane_key(lane, 'in'), place) == 1 then
+        return true
+    end
+    unqueue(lane, place)
     return false
 end
 
@@ -278,6 +282,8 @@ function operations.enrol()
     for at = FIRST + 2, waiting - 1, 3 do
         local lane, place, replica = ARGV[at], ARGV[at + 1], ARGV[at + 2]
         has[place] = true
+        -- In what the store has forgotten back to, it may have waited yet.
+        unqueue(lane, place)
         redis.call('HSET', lane_key(lane, 'in'), place, replica)
         redis.call('SADD', root .. 'places:' .. token, lane .. '|' .. place)
     end
