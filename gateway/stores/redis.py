@@ -459,7 +459,11 @@ class SharedRun:
             )
 
         def heard(answer: asyncio.Future[Any]) -> None:
-            if answer.cancelled() or answer.exception() is not None:
+            if answer.cancelled():
+                return
+            if answer.exception() is not None:
+                # A server that refuses a call, for want of memory say, keeps the connection: nobody tells it again.
+                asyncio.get_running_loop().call_later(POLL, self._owe, held)
                 return
             outcome = answer.result()[0]
             if outcome == b"away":
@@ -473,6 +477,11 @@ class SharedRun:
 
         told.add_done_callback(heard)
         return told
+
+    def _owe(self, held: Held) -> None:
+        """Tell how far a claim is if the store does not know yet."""
+        if held.known < held.state:
+            self._tell(held)
 
     def _note(self, number: int, held: Held) -> None:
         self._told = max(self._told, number)
@@ -531,11 +540,12 @@ class SharedRun:
         waiter.asking = False
         held = waiter.held
         if asked.exception() is not None:
-            self._give_back(held)
+            # Who asks again does so as somebody else: what this asking came to is not known.
             if not waiter.outcome.done():
                 waiter.held = Held(held.key, held.ask, held.scope, held.session)
                 if waiter.final:
                     waiter.outcome.set_exception(self._link.fault())
+            self._give_back(held)
             return
         answer = asked.result()
         if waiter.outcome.done():
