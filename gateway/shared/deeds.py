@@ -114,7 +114,7 @@ def told(folder: Path, gateway: str, live: Live) -> Telling:
     deeds = (
         fate.deed()
         for fate in fates.values()
-        if fate.order and not any(count and whose in alive for whose, count in fate.open.items())
+        if fate.order and (fate.tokens or not any(count and whose in alive for whose, count in fate.open.items()))
     )
     return Telling(deeds, sorted(gateways - alive - {gateway}))
 

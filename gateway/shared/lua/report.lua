@@ -95,6 +95,9 @@ local function tell(at)
     close()
 end
 
+-- Should it end before it takes part, others find its claims by this.
+call('ZADD', PREFIX .. 'beats', now_ms(), gateway)
+call('PEXPIREAT', PREFIX .. 'beats', call('HGET', H, '@until'))
 for other in string.gmatch(ARGV[3], '[^,]+') do
     call('SREM', PREFIX .. 'awaited', other)
     call('SREM', PREFIX .. 'missing', other)
