@@ -38,7 +38,8 @@ const behind = element => {
   return [255, 255, 255];
 };
 const faintIn = selector => [...document.querySelectorAll(selector)].filter(element =>
-  [...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()) && element.tagName !== "SCRIPT")
+  element.checkVisibility() && element.tagName !== "SCRIPT" &&
+  [...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()))
   .map(element => {
     const [a, b] = [light(colour(getComputedStyle(element).color)), light(behind(element))];
     return [element.textContent.slice(0, 30), (Math.max(a, b) + .05) / (Math.min(a, b) + .05)];

@@ -56,7 +56,7 @@ class Door:
     def enter(self, request: Request, key: str, answer: Response) -> None:
         """Let a visitor in by the form. Raises `Unauthorized` for a wrong key, `Forbidden` from another site's form."""
         if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-            raise Forbidden("This form is for its own page alone.")
+            raise Forbidden("This form is for its own page alone.", code="cross_site")
         if not self._admin.holds(key.encode(errors="replace")):
             raise Unauthorized("That is not the admin key.")
         until = str(int(time.time()) + SECONDS)

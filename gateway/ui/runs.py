@@ -53,7 +53,7 @@ def runs(found: list[About], total: int, own: str) -> Iterator[Markup]:
     rows: list[tuple[Inner, ...]] = [
         (
             (name(about.name), " ", tag("small", "this gateway's own") if about.name == own else None),
-            _state(about),
+            _state(about, own),
             moment(about.started) if about.started else "not known",
             size(about.bytes),
             (
@@ -98,10 +98,15 @@ def choice(found: list[About], chosen: tuple[str, str], answers: bool = False) -
     )
 
 
-def _state(about: About) -> Markup:
-    known = {"open": ("warn", "open"), "ended": ("good", "ended"), "shared": ("quiet", "shared by gateways")}
-    kind, word = known.get(about.state, ("quiet", "not known"))
-    return sign(kind, word)
+def _state(about: About, own: str) -> Markup:
+    if about.name == own:
+        return sign("good", "goes on")
+    known = {
+        "open": ("warn", "another process has it, or died with it"),
+        "ended": ("good", "ended"),
+        "shared": ("quiet", "of several gateways"),
+    }
+    return sign(*known.get(about.state, ("quiet", "not known")))
 
 
 # --- sessions

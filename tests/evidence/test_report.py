@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from gateway.cli import main
 from gateway.evidence.causes import CAUSES, MARKS
+from tests.browser import CONTRAST, QUIET, chromium
 from tests.evidence.ledger import request, write
 
 HOSTILE = '</script><img src=x onerror="document.title=1">'
@@ -24,26 +24,12 @@ addEventListener("error", event => errors.push(event.message));
 addEventListener("securitypolicyviolation", event => errors.push("blocked: " + event.violatedDirective));
 </script>"""
 
-LOOK = """<script>
+LOOK = (
+    f"<script>{CONTRAST}"
+    + """
 const cells = () => [...document.querySelectorAll(".cell")];
 const chosen = () => document.querySelector(".cell[aria-selected=true]").getAttribute("aria-label");
 const press = key => document.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}));
-const channel = value => value <= .03928 ? value / 12.92 : ((value + .055) / 1.055) ** 2.4;
-const light = ([r, g, b]) => .2126 * channel(r / 255) + .7152 * channel(g / 255) + .0722 * channel(b / 255);
-const colour = text => text.match(/[\\d.]+/g).map(Number);
-const behind = element => {
-  for (let each = element; each; each = each.parentElement) {
-    const found = colour(getComputedStyle(each).backgroundColor);
-    if (found.length === 3 || found[3] > 0) return found;
-  }
-  return [255, 255, 255];
-};
-const faint = [...document.querySelectorAll("main *")].filter(element =>
-  [...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()) && element.tagName !== "SCRIPT")
-  .map(element => {
-    const [a, b] = [light(colour(getComputedStyle(element).color)), light(behind(element))];
-    return [element.textContent.slice(0, 30), (Math.max(a, b) + .05) / (Math.min(a, b) + .05)];
-  }).filter(([, ratio]) => ratio < 4.5);
 const found = {
   verdict: document.querySelector("h1").textContent,
   first: document.querySelector("#first p").textContent,
@@ -58,7 +44,7 @@ const found = {
   fetched: performance.getEntriesByType("resource").length,
   page: light(colour(getComputedStyle(document.body).backgroundColor)),
   overflow: document.documentElement.scrollWidth - innerWidth,
-  faint, keys: {},
+  faint: faintIn("main *"), keys: {},
 };
 for (const key of ["n", "n", "p", "End", "Home", "ArrowDown", "ArrowRight", "ArrowLeft", "ArrowUp"]) {
   press(key);
@@ -74,19 +60,16 @@ found.stops = cells().filter(cell => cell.tabIndex === 0).length;
 found.errors = errors;
 document.body.append(Object.assign(document.createElement("pre"), {id: "found", textContent: JSON.stringify(found)}));
 </script>"""
+)
 
 
 def looked_at(page: Path, *flags: str) -> dict[str, Any]:
     """What a real Chromium shows of a page."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert chromium is not None, "a browser is needed: apt-get install chromium"
     text = page.read_text().replace("<head>", f"<head>{WATCH}", 1).replace("</body>", f"{LOOK}</body>", 1)
     watched = page.with_name(f"watched-{page.name}")
     watched.write_text(text)
-    quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={page.parent}/profile")
-    ran = subprocess.run(
-        [chromium, *quiet, *flags, "--dump-dom", watched.as_uri()], capture_output=True, text=True, timeout=90
-    )
+    command = [chromium(), *QUIET, f"--user-data-dir={page.parent}/profile", *flags, "--dump-dom", watched.as_uri()]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=90)
     told = re.search(r'<pre id="found">(.*?)</pre>', ran.stdout, re.S)
     assert told is not None, ran.stderr[-2000:]
     found: dict[str, Any] = json.loads(html.unescape(told[1]))

@@ -1,0 +1,140 @@
+"""What the pages tell, and that names cannot speak in them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from urllib.parse import quote
+
+from tests.evidence.ledger import request, write
+from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
+from tests.ui.test_html import Read
+
+HOSTILE = "</bdi></title><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
+LETTER = '\u202e"><b>'
+
+
+async def ask(gate: Gate, session: str, text: str = "hello", **fields: object) -> None:
+    path = f"/sessions/{quote(session, safe='')}/v1/chat/completions"
+    answer = await gate.http.post(path, json=chat(text, **fields), headers={"x-detgate-pool": "policy"})
+    assert answer.status_code == 200, answer.text
+
+
+async def read(gate: Gate, page: str, status: int = 200) -> Read:
+    answer = await gate.http.get(f"/ui/{page}")
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    found = Read(answer.text)
+    assert not {"script", "img", "iframe", "u"} & set(found.tags)
+    assert not [name for each in found.attributes for name in each if name.startswith("on")]
+    return found
+
+
+async def test_replicas_their_state_load_and_findings_are_told() -> None:
+    release = asyncio.Event()
+
+    async def held(seen: Seen, reply: Reply) -> None:
+        await release.wait()
+        reply.json(completion())
+
+    async with FakeWorker(held) as worker:
+        async with gateway(pool("policy", worker.url, "http://127.0.0.1:9", models=["m", "<u>"])) as gate:
+            running = asyncio.create_task(ask(gate, "s", model="m"))
+            await gate.until(lambda: gate.in_flight("policy-0") == 1)
+            await gate.until(lambda: gate.gateway.fleet.pools["policy"].replicas["policy-1"].state == "down")
+            text = (await read(gate, "")).text
+            rows = text[text.index("Replicas of policy") :]
+            assert "✓ up" in rows
+            assert "✕ down" in rows
+            assert "Models<u>, m" in text
+            first = rows[rows.index("policy-0") : rows.index("policy-1")]
+            assert "1– not told" in first
+            shown = (await gate.http.get("/determinism")).json()["pools"]["policy"]["findings"]
+            assert shown
+            for finding in shown:
+                assert finding["says"] in text
+                assert finding["mend"] is None or finding["mend"] in text
+            release.set()
+            await running
+
+
+async def test_lanes_are_told_by_the_names_of_who_waits() -> None:
+    release = asyncio.Event()
+
+    async def held(seen: Seen, reply: Reply) -> None:
+        await release.wait()
+        reply.json(completion())
+
+    async with FakeWorker(held) as worker:
+        lane = {"scope": "session", "limit": 1}
+        async with gateway(pool("policy", worker.url, lane=lane), sessions={"required": True}) as gate:
+            asked = [asyncio.create_task(ask(gate, LETTER, str(number))) for number in range(3)]
+            lanes = gate.gateway.fleet.pools["policy"].lanes
+            await gate.until(lambda: lanes.waiting == 2)
+            text = (await read(gate, "lanes")).text
+            assert '\\u202e"><b>1 of 12' in text
+            assert "Waiting now2" in text
+            release.set()
+            await asyncio.gather(*asked)
+            assert "No lane is in use." in (await read(gate, "lanes")).text
+
+
+async def test_a_run_is_told_by_sessions_and_requests_whatever_they_are_called(tmp_path: Path) -> None:
+    kept = {"path": str(tmp_path), "bodies": True}
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), ledger=kept) as gate:
+        for session in (HOSTILE, LETTER, "17:10", "17:2"):
+            await ask(gate, session, HOSTILE, user=HOSTILE)
+        await ask(gate, "17:2", model=HOSTILE)
+        text = (await read(gate, "requests")).text
+        assert text.index("17:2index 0") < text.index("17:2index 1") < text.index("17:10index 0")
+        assert HOSTILE in text
+        assert '\\u202e"><b>' in text
+        assert "\u202e" not in text
+        sessions = await read(gate, "sessions")
+        assert HOSTILE in sessions.text
+        to = next(each["href"] for each in sessions.attributes if "session=%3C" in (each.get("href") or ""))
+        one = await read(gate, str(to))
+        assert f"Session {HOSTILE}" in one.text
+        assert "17:2" not in one.text
+        raced = (await read(gate, "sessions?racing=on")).text
+        assert "No session raced." in raced
+
+
+async def test_runs_are_chosen_and_compared_in_place() -> None:
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
+        write(gate.ledger / "a", request(HOSTILE, 0, run="a"), request("t", 0, run="a"))
+        write(gate.ledger / "b", request(HOSTILE, 0, run="b", answer=HOSTILE), request("t", 0, run="b"))
+        runs = await read(gate, "runs")
+        chosen = [each["value"] for tag, each in zip(runs.tags, runs.attributes, strict=True) if tag == "option"]
+        assert set(chosen) == {"a", "b", gate.gateway.run}
+        text = (await read(gate, "diff?a=a&b=b")).text
+        assert "✕ Different: 1 root, and 0 that follow, of 2 requests in 2 sessions" in text
+        assert f"{HOSTILE} index 0" in text
+        assert "answer ▲ differs" in text
+        assert str(gate.ledger) not in text
+        assert "✓ Equal: 2 requests in 2 sessions" in (await read(gate, "diff?a=a&b=a")).text
+
+
+async def test_what_cannot_be_shown_is_told_as_a_page() -> None:
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
+        for page, status, code in (
+            ("nowhere", 404, "route_not_found"),
+            ("requests?run=none", 404, "run_not_found"),
+            (f"requests?run={quote('../../etc')}", 400, "invalid_header"),
+            (f"diff?a={gate.gateway.run}&b={quote('../x')}", 400, "invalid_header"),
+            (f"diff?a={gate.gateway.run}&b={gate.gateway.run}", 404, "run_not_found"),
+            ("diff?a=x&b=y&start=-1", 400, "invalid_cursor"),
+            ("sessions?after=!", 400, "invalid_cursor"),
+        ):
+            assert f"Code {code}" in (await read(gate, page, status)).text, page
+        assert "method_not_allowed" in (await gate.http.post("/ui/runs")).text
+
+
+async def test_a_failure_says_nothing_of_the_inside() -> None:
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
+        folder = write(gate.ledger / "bad", request("s", 0))
+        (folder / "1-1.jsonl").write_bytes(b'{"event":"opened"}\n')
+        text = (await read(gate, "requests?run=bad", 500)).text
+        assert "its log says why" in text
+        assert "Traceback" not in text
+        assert str(gate.ledger) not in text
