@@ -395,7 +395,10 @@ class TestARolloutThatGoesOn:
         path = "/sessions/goes-on" + GENERATE
 
         def sampled(tokens: list[int], length: int, resumes: str | None = None) -> httpx.Response:
-            body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": length, "temperature": 1, "ignore_eos": True}}
+            body = {
+                "input_ids": tokens,
+                "sampling_params": {"max_new_tokens": length, "temperature": 1, "ignore_eos": True},
+            }
             return ask(gate, path, body, {"x-detgate-resume": resumes} if resumes else None)
 
         whole = sampled(prompt, 16)
@@ -410,12 +413,23 @@ class TestARolloutThatGoesOn:
 
 
 class TestSalts:
-    def test_no_prompt_is_found_in_the_cache(self, tmp_path: Path) -> None:
-        """Its radix cache is on in this mode on a CPU; `cached_tokens` tells what was found there."""
-        caching = Spec("sglang", "tiny-llm", ("--enable-deterministic-inference",))
-        with servers.running([caching], tmp_path) as [server]:
-            for isolate, warm in (("off", True), ("request", False)):
-                pool = gates.pool("policy", "sglang", [server.url], isolate_cache=isolate)
-                with gates.gateway(tmp_path / isolate, pool) as gate:
-                    found = [told(ask(gate, GENERATE, native("word " * 50)))["meta_info"]["cached_tokens"] for _ in range(2)]
-                assert (found[1] > 10) is warm, (isolate, found)
+    def test_no_prompt_is_found_in_the_cache(self, sglang: Server, tmp_path: Path) -> None:
+        for isolate, warm in (("off", True), ("request", False)):
+            pool = gates.pool("policy", "sglang", [sglang.url], isolate_cache=isolate)
+            with gates.gateway(tmp_path / isolate, pool) as gate:
+                metas = [told(ask(gate, GENERATE, native("word " * 50)))["meta_info"] for _ in range(2)]
+                assert (metas[1]["cached_tokens"] > 10) is warm, (isolate, metas)
+
+
+class TestPriority:
+    def test_an_engine_that_goes_by_it_is_told_and_serves_all(self, tmp_path: Path) -> None:
+        options = ("--enable-priority-scheduling", "--max-running-requests", "2")
+        with servers.running([Spec("sglang", options=options, deterministic=True)], tmp_path) as [server]:
+            pool = gates.pool("policy", "sglang", [server.url], priority="index")
+            with gates.gateway(tmp_path / "gate", pool) as gate:
+                assert "priority-unused" not in httpx.get(gate.url + "/determinism").text
+                with ThreadPoolExecutor(8) as clients:
+                    answers = list(
+                        clients.map(lambda n: ask(gate, f"/sessions/{n}" + GENERATE, native(sampling_seed=n)), range(8))
+                    )
+                assert [told(each)["text"] for each in answers] == [generated(server, n) for n in range(8)]

@@ -6,6 +6,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -538,3 +539,74 @@ class TestReward:
             told(ask(mid_reward, CLASSIFY, body))
             gate.wait_logged("foreign traffic")
             assert ask(gate, CLASSIFY, body).headers["x-detgate-guarantee"] == "none; foreign-traffic"
+
+
+class TestARolloutThatGoesOn:
+    def test_its_segment_has_the_seed_that_is_said_and_another_run_has_the_same(
+        self, vllm_pair: list[Server], engine: Server, tmp_path: Path
+    ) -> None:
+        pool = gates.pool("policy", "vllm", urls(vllm_pair), deterministic="declared")
+        runs = []
+        for run in (1, 2):
+            with gates.gateway(tmp_path / str(run), pool, hash_seed=run) as gate:
+                path = "/sessions/17:3" + COMPLETIONS
+                whole = ask(gate, path, complete(max_tokens=6))
+                so_far = "The colour is" + told(whole)["choices"][0]["text"]
+                name = whole.headers["x-detgate-request-id"]
+                part = ask(gate, path, complete(so_far), {"x-detgate-resume": name})
+                seed = seed_of(part)
+                assert seed == seeds.segment(seed_of(whole), 0, 1, positional=False)
+                said = told(part)["choices"][0]["text"]
+                assert said == text(engine, COMPLETIONS, complete(so_far, seed=seed))
+                runs.append((so_far, said, seed))
+        assert runs[0] == runs[1]
+
+
+class TestSalts:
+    def test_warm_scores_are_cold_ones_where_each_request_has_a_salt(self, tmp_path: Path) -> None:
+        inputs = ["The same beginning of every text, long enough for a block. " * 4 + f"{n}" for n in range(60)]
+        with servers.running(
+            [Spec("vllm", "mid-rm", ("--runner", "pooling", "--enable-prefix-caching"))], tmp_path
+        ) as [rm]:
+            told_of = {}
+            for isolate in ("request", "off"):
+                pool = gates.pool("reward", "vllm", [rm.url], role="reward", isolate_cache=isolate)
+                with gates.gateway(tmp_path / isolate, pool) as gate:
+                    runs = []
+                    for order in (inputs, inputs[::-1]):
+                        scores = {
+                            each: told(ask(gate, CLASSIFY, {"model": "mid-rm", "input": each}))["data"][0]["probs"][0]
+                            for each in order
+                        }
+                        runs.append([scores[each] for each in inputs])
+                    equal = sum(a == b for a, b in zip(*runs, strict=True))
+                    told_of[isolate] = equal
+                    hits = metric(rm, "vllm:prefix_cache_hits_total")
+                    if isolate == "request":
+                        assert equal == len(inputs)
+                        assert hits == 0
+                    else:
+                        assert hits > 0
+            print(f"equal scores of {len(inputs)} in two orders: {told_of}")
+
+
+class TestPriority:
+    def test_an_engine_that_goes_by_it_is_told_and_serves_all(self, tmp_path: Path) -> None:
+        spec = Spec(
+            "vllm",
+            options=("--scheduling-policy", "priority", "--max-num-seqs", "4"),
+            environment={"VLLM_SERVER_DEV_MODE": "1"},
+        )
+        with servers.running([spec], tmp_path) as [server]:
+            pool = gates.pool("policy", "vllm", [server.url], priority="header", deterministic="declared")
+            with gates.gateway(tmp_path / "gate", pool) as gate:
+                assert "priority-unused" not in httpx.get(gate.url + "/determinism").text
+                alone = {n: told(ask(gate, f"/sessions/{n}" + CHAT, chat(seed=n + 1))) for n in range(12)}
+
+                def one(number: int) -> httpx.Response:
+                    headers = {"x-detgate-priority": str(number)}
+                    return ask(gate, f"/sessions/p{number}" + CHAT, chat(seed=number + 1), headers)
+
+                with ThreadPoolExecutor(12) as pool_:
+                    crowded = list(pool_.map(one, range(12)))
+                assert [told(each)["choices"] == alone[n]["choices"] for n, each in enumerate(crowded)] == [True] * 12
