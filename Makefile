@@ -6,7 +6,7 @@ ARGS ?=
 PYTEST_ARGS ?= -n auto
 
 .DEFAULT_GOAL := help
-.PHONY: help test-kill test-soak run test lint lock vectors sim-routing test-vllm test-sglang test-streams test-redis test-image clean
+.PHONY: help test-kill test-soak run test lint lock vectors sim-routing test-vllm test-sglang test-streams test-redis test-image test-langchain clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -31,11 +31,11 @@ sim-routing: $(VENV)/run.stamp ## what routing.slack costs and buys; ARGS="--rep
 
 test-vllm: $(VENV)/dev.stamp ## against real vLLM servers on the CPU, which it installs and starts
 	$(BIN)/python -m pytest tests/engines/test_vllm.py tests/engines/test_gateway_vllm.py tests/engines/test_diff_vllm.py \
-		tests/engines/test_evidence_vllm.py tests/engines/test_launch_vllm.py --timeout 1800 $(ARGS)
+		tests/engines/test_evidence_vllm.py tests/engines/test_launch_vllm.py tests/engines/test_steps_vllm.py --timeout 1800 $(ARGS)
 
 test-sglang: $(VENV)/dev.stamp ## against real SGLang servers on the CPU, which it installs and starts
 	$(BIN)/python -m pytest tests/engines/test_sglang.py tests/engines/test_gateway_sglang.py \
-		tests/engines/test_evidence_sglang.py tests/engines/test_launch_sglang.py --timeout 1800 $(ARGS)
+		tests/engines/test_evidence_sglang.py tests/engines/test_launch_sglang.py tests/engines/test_steps_sglang.py --timeout 1800 $(ARGS)
 
 test-kill: $(VENV)/dev.stamp ## kill -9 in mid-traffic, 200 times; ARGS=1000 for more
 	$(BIN)/python -m tests.killing $(ARGS)
@@ -54,6 +54,12 @@ test-redis: $(VENV)/dev.stamp ## a Redis primary cut and a replica promoted 21 t
 	ROUNDS=200 $(BIN)/python -m pytest tests/shared/test_kills.py -n 0 -s --timeout 7200 $(ARGS)
 	EXAMPLES=5000 $(BIN)/python -m pytest tests/shared/test_scripts.py tests/shared/test_epochs.py --timeout 1800 $(ARGS)
 
+test-langchain: $(VENV)/dev.stamp ## LangChain before the gateway, in an environment of its own, which it makes
+	$(BIN)/python -m venv .cache/langchain
+	.cache/langchain/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
+		-r requirements/dev.txt -r requirements/langchain.txt
+	PYTHONPATH=. .cache/langchain/bin/python -m pytest tests/clients/test_langchain.py -p no:langsmith_plugin $(ARGS)
+
 COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --strip-extras \
 	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' $(ARGS)
 
@@ -61,6 +67,7 @@ lock: $(VENV)/dev.stamp ## pin what pyproject.toml asks for; ARGS=--upgrade take
 	$(COMPILE) pyproject.toml --extra redis --output-file requirements/lock.txt
 	$(COMPILE) pyproject.toml --extra redis --extra dev --constraint requirements/lock.txt \
 		--output-file requirements/dev.txt
+	$(COMPILE) requirements/langchain.in --constraint requirements/dev.txt --output-file requirements/langchain.txt
 	$(COMPILE) requirements/build.in --constraint requirements/dev.txt --output-file requirements/build.txt
 
 clean: ## remove the environment and every cache

@@ -564,7 +564,7 @@ class TestARolloutThatGoesOn:
 
 class TestSalts:
     def test_warm_scores_are_cold_ones_where_each_request_has_a_salt(self, tmp_path: Path) -> None:
-        inputs = ["The same beginning of every text, long enough for a block. " * 4 + f"{n}" for n in range(60)]
+        inputs = ["The same beginning of every text, long enough for a block. " * 24 + f"{n}" for n in range(60)]
         with servers.running(
             [Spec("vllm", "mid-rm", ("--runner", "pooling", "--enable-prefix-caching"))], tmp_path
         ) as [rm]:
