@@ -97,12 +97,19 @@ async def _serve(
         log.error("not ready: the run began with other settings", run=own.name, keys=own.differs)
     async with gateway.running():
         await gateway.knows_its_world(wait)
-        # What stands now stays: the collector need not walk it again at each of its rounds, under load.
-        gc.collect()
-        gc.freeze()
-        # What a request makes is freed by its last reference: there is next to nothing to find, so look rarely.
-        gc.set_threshold(20_000, 20, 50)
+        collect_rarely()
         await server.listen(ready)
+
+
+def collect_rarely() -> None:
+    """Have the garbage collector do next to nothing under load.
+
+    What stands now stays: it need not be walked again at each of its rounds. And what a request makes is freed by its
+    last reference, so there is next to nothing to find.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def _reload(gateway: Gateway, load: Callable[[], Settings]) -> None:

@@ -1,7 +1,8 @@
 """Where a run's state goes that is not needed now: a small database file in its folder, and dicts that lean on it.
 
 It is a cache of the ledger, made anew at each start, so nothing in it must survive the process. The file comes into
-being with the first row: until then a look costs nothing.
+being with the first row: until then a look costs nothing. Afterwards a look for what was never put, as for a new
+prompt, mostly ends at a filter in memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import structlog
+from xxhash import xxh3_128_intdigest
 
 from gateway.core.errors import StoreFault
 
@@ -21,6 +23,12 @@ log = structlog.get_logger("detgate.store")
 
 CACHE_KIB = 1024
 """Memory for pages of the file."""
+
+FILTER_BYTES = 1 << 20
+"""Of memory that tells most keys that were never put: of a million rows, all but two in a hundred."""
+
+_SHIFTS = (0, 32, 64, 96)
+"""Parts of a key's hash, each of which names one bit of the filter."""
 
 Row = tuple[bytes, bytes]
 K = TypeVar("K", bound=bytes | int | str)
@@ -34,6 +42,7 @@ class Shelf:
         self._file = file
         self._database: sqlite3.Connection | None = None
         self._full = False
+        self._filter = bytearray()
         self.close()
 
     @property
@@ -45,6 +54,7 @@ class Shelf:
         """Keep rows. False: they cannot be kept, as on a full disk."""
         try:
             database = self._database or self._make()
+            rows = list(rows)
             with database:
                 database.executemany("INSERT OR REPLACE INTO row VALUES (?, ?)", rows)
         except sqlite3.Error as error:
@@ -53,11 +63,13 @@ class Shelf:
             self._full = True
             return False
         self._full = False
+        for key, _ in rows:
+            self._mark(key)
         return True
 
     def get(self, key: bytes) -> bytes | None:
         """The row of a key. Raises `StoreFault`."""
-        if self._database is None:
+        if self._database is None or not self._marked(key):
             return None
         found = self._ask("SELECT value FROM row WHERE key = ?", key)
         return None if found is None else bytes(found[0])
@@ -75,8 +87,24 @@ class Shelf:
         if self._database is not None:
             self._database.close()
             self._database = None
+            self._filter = bytearray()
         with suppress(OSError):
             self._file.unlink(missing_ok=True)
+
+    def _mark(self, key: bytes) -> None:
+        hashed = xxh3_128_intdigest(key)
+        for shift in _SHIFTS:
+            bit = (hashed >> shift) % (FILTER_BYTES * 8)
+            self._filter[bit >> 3] |= 1 << (bit & 7)
+
+    def _marked(self, key: bytes) -> bool:
+        """Whether a key may have been put."""
+        hashed = xxh3_128_intdigest(key)
+        for shift in _SHIFTS:
+            bit = (hashed >> shift) % (FILTER_BYTES * 8)
+            if not self._filter[bit >> 3] >> (bit & 7) & 1:
+                return False
+        return True
 
     def _ask(self, query: str, *values: bytes) -> tuple[Any, ...] | None:
         if self._database is None:
@@ -98,6 +126,7 @@ class Shelf:
             database.execute(f"PRAGMA {pragma}")
         database.execute("CREATE TABLE IF NOT EXISTS row (key BLOB PRIMARY KEY, value BLOB) WITHOUT ROWID")
         self._database = database
+        self._filter = bytearray(FILTER_BYTES)
         return database
 
 

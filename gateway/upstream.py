@@ -313,7 +313,7 @@ class Connection(asyncio.Protocol):
         if b"content-encoding" in names:
             headers = self._decoding(headers)
         self.exchange.headers = headers
-        self.exchange.streams = fields.is_stream(headers)
+        self.exchange.streams = fields.is_stream(names.get(b"content-type", b""))
         self.exchange.status = status
 
     def on_body(self, data: bytes) -> None:

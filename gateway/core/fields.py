@@ -70,9 +70,9 @@ def read(lines: bytes) -> Headers:
     return [(name, value) for name, _, value in [line.partition(b": ") for line in lines.split(b"\r\n")[:-1]]]
 
 
-def is_stream(headers: Headers) -> bool:
-    """Whether an answer is a stream of server-sent events."""
-    return any(name == b"content-type" and value[:17].lower() == b"text/event-stream" for name, value in headers)
+def is_stream(content_type: bytes) -> bool:
+    """Whether an answer of this type is a stream of server-sent events."""
+    return content_type[:17].lower() == b"text/event-stream"
 
 
 def find(headers: Headers, name: bytes) -> bytes | None:

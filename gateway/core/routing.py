@@ -17,14 +17,14 @@ from gateway.core.seeds import framed
 
 def score(key: str, name: str) -> int:
     """The first 8 bytes, big-endian, of BLAKE2b-512 of key and name in UTF-8, framed as in `gateway.core.seeds`."""
-    return int.from_bytes(_score(framed(key.encode()), name))
+    return int.from_bytes(_score(blake2b(framed(key.encode())), name))
 
 
 def best(key: str, names: Collection[str]) -> str:
     """The name with the highest score; of equal scores the greater name. Raises `ValueError` where there is none."""
     if len(names) == 1:
         return next(iter(names))
-    keyed = framed(key.encode())
+    keyed = blake2b(framed(key.encode()))
     return max([(_score(keyed, name), name) for name in names])[1]
 
 
@@ -44,7 +44,7 @@ def ranked(key: str, loads: Mapping[str, int], slack: float) -> list[str]:
     names = candidates(loads, slack)
     if len(names) == 1:
         return names
-    keyed = framed(key.encode())
+    keyed = blake2b(framed(key.encode()))
     scored = sorted([(_score(keyed, name), name) for name in names], reverse=True)
     return [name for _, name in scored]
 
@@ -54,5 +54,7 @@ def _framed_name(name: str) -> bytes:
     return framed(name.encode())
 
 
-def _score(keyed: bytes, name: str) -> bytes:
-    return blake2b(keyed + _framed_name(name)).digest()[:8]
+def _score(keyed: blake2b, name: str) -> bytes:
+    whole = keyed.copy()
+    whole.update(_framed_name(name))
+    return whole.digest()[:8]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
-import gc
 import json
 import pstats
 import tempfile
@@ -29,6 +28,7 @@ from uvicorn.server import ServerState
 
 from gateway.assembly import Gateway
 from gateway.carriers.http1 import Carrier
+from gateway.serve import collect_rarely
 from gateway.settings import Settings
 from gateway.upstream import Connection, Connections
 from tests.harness import DONE, chat, completion, delta, pool
@@ -217,8 +217,7 @@ async def seconds(mode: Mode, requests: int, rounds: int, *, clients: int, repli
     """CPU seconds a request, in the fastest of some rounds."""
     async with load(mode, clients=clients, replicas=replicas) as running:
         await running.run(max(requests // 4, clients))
-        gc.collect()
-        gc.freeze()
+        collect_rarely()
         found = []
         for _ in range(rounds):
             since = time.process_time()
