@@ -6,7 +6,7 @@ ARGS ?=
 PYTEST_ARGS ?= -n auto
 
 .DEFAULT_GOAL := help
-.PHONY: help test-kill test-soak run test lint lock vectors sim-routing test-vllm test-sglang test-streams test-redis test-image test-langchain clean
+.PHONY: help simulate simulate-bugs test-kill test-soak run test lint lock vectors sim-routing test-vllm test-sglang test-streams test-redis test-image test-langchain clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,12 @@ test-kill: $(VENV)/dev.stamp ## kill -9 in mid-traffic, 200 times; ARGS=1000 for
 
 test-soak: $(VENV)/dev.stamp ## a million sessions, prompts and keys while memory stays flat, and a million records read back
 	$(BIN)/python -m tests.soak $(ARGS)
+
+simulate: $(VENV)/dev.stamp ## gateways, store and replicas in virtual time, SEEDS=2000 times with faults; ARGS="--seed 7" plays one
+	$(BIN)/python -m tests.simulate $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
+
+simulate-bugs: $(VENV)/dev.stamp ## a seed for each planted bug, searched anew
+	$(BIN)/python -m tests.simulate --bugs $(if $(SEEDS),--seeds $(SEEDS),--seeds 1000) $(ARGS)
 
 test-streams: $(VENV)/dev.stamp ## 2,000 streams through one process while it says that it lives
 	STREAMS=2000 $(BIN)/python -m pytest tests/test_capacity.py -s $(ARGS)
