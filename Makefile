@@ -6,7 +6,7 @@ ARGS ?=
 PYTEST_ARGS ?= -n auto
 
 .DEFAULT_GOAL := help
-.PHONY: help simulate simulate-bugs test-kill test-soak run test lint lock vectors sim-routing test-vllm test-sglang test-streams test-redis test-image test-langchain clean
+.PHONY: help simulate simulate-bugs test-kill test-soak run test lint lock vectors sim-routing test-vllm test-sglang test-streams test-redis test-image test-langchain test-fronts clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +51,9 @@ simulate-bugs: $(VENV)/dev.stamp ## a seed for each planted bug, searched anew
 
 test-streams: $(VENV)/dev.stamp ## 2,000 streams through one process while it says that it lives
 	STREAMS=2000 $(BIN)/python -m pytest tests/test_capacity.py -s $(ARGS)
+
+test-fronts: $(VENV)/dev.stamp ## 10,000 fuzzed requests through nginx and HAProxy, and straight; ARGS="--seed 2" for others
+	$(BIN)/python -m tests.hostile.fronts $(ARGS)
 
 test-image: $(VENV)/dev.stamp ## the image's build and start commands, without a container engine
 	$(BIN)/python -m pytest tests/deploy/test_container.py $(ARGS)

@@ -290,7 +290,8 @@ class Carrier(HttpToolsProtocol):
         if self._head_bytes > self.plane.head_bytes:
             raise _head_too_large()
         if self._phase == BODY:
-            return  # a trailer: what decided is decided, and nobody asked for more
+            heads.check_trailer(name)
+            return  # what decides is decided, and nobody asked for more
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
@@ -303,10 +304,10 @@ class Carrier(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self._upgrade = True
             return
-        self._begin_body()
         url = self.url
         if not url.startswith(b"/") or b"#" in url:
             url = self.url = heads.origin_form(method, url)
+        self._begin_body()
         if version == "1.0":
             self.expect_100_continue = False
         path, _, query = url.decode("latin-1").partition("?")

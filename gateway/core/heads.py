@@ -28,6 +28,21 @@ _ONCE = frozenset(
 )
 """Fields that decide who asks, for what; and so does every `x-detgate-…`."""
 
+_NO_TRAILERS = frozenset(
+    {
+        b"connection",
+        b"content-length",
+        b"expect",
+        b"host",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+"""What would come too late: where a message ends, and what becomes of the connection. The parser heeds some of it."""
+
 _ABSOLUTE = re.compile(rb"https?://(?:[A-Za-z0-9._~!$&'()*+,;=:%\[\]-]+)(/[^?#]*)?(\?[^#]*)?(?:#.*)?", re.IGNORECASE)
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(?::[0-9]{0,5})?")
 
@@ -71,6 +86,12 @@ def check_once(headers: Headers) -> None:
                     raise _invalid("it has more than one Host")
                 raise CallerFault(f"{shown} stands more than once; send it once.", code="invalid_header", param=shown)
             seen.add(name)
+
+
+def check_trailer(name: bytes) -> None:
+    """Raise `CallerFault` for a field that belongs in front of the body."""
+    if name.lower() in _NO_TRAILERS:
+        raise _invalid(f"{name.decode()} stands behind its body")
 
 
 def origin_form(method: bytes, target: bytes) -> bytes:

@@ -137,7 +137,16 @@ CHUNKS = [
     _refused("bare CR behind sizes", chunked(end=b"\r")),
     _refused("bare LF in an extension", chunked(SIZE + b";a\nb")),
     _refused("data beyond its size", post(HOST, CHUNKED, body=SIZE + b"\r\n" + BODY + b"XX0\r\n\r\n")),
-    _refused("a trailer that is a length", chunked(trailer=b"Content-Length: 3\r\n")),
+    *(
+        _refused(f"a trailer {line!r}", chunked(trailer=line + b"\r\n"))
+        for line in (
+            b"Content-Length: 3",
+            b"transfer-encoding: chunked",
+            b"Connection: close",
+            b"HOST: a",
+            b"Proxy-Connection: close",
+        )
+    ),
     _refused("a trailer with a NUL", chunked(trailer=b"X-A: \x00\r\n")),
     _refused("a trailer above the bound", chunked(trailer=b"X-A: %b\r\n" % (b"a" * 9000)), 431),
     _refused("trailers above the bound", chunked(trailer=b"X-A: a\r\n" * 4000), 431),

@@ -20,9 +20,18 @@ LAST = get(b"/livez", lines=HOST + b"Connection: close\r\n")
 LIMITS = {"head_bytes": 8192, "body_bytes": 100_000}
 
 
-async def everything(port: int, pieces: list[bytes], methods: list[str] | None = None) -> list[Answer]:
-    """Send pieces, each in a write of its own; the answers that came before the connection ended."""
+async def everything(
+    port: int, pieces: list[bytes], methods: list[str] | None = None, *, later: bool = False
+) -> list[Answer]:
+    """Send pieces, each in a write of its own; the answers that came before the connection ended.
+
+    `later`: the connection has seen a request and its answer before.
+    """
     async with Wire(port) as wire:
+        if later:
+            wire.writer.write(get(b"/v1/models"))
+            assert await wire.head() == 200
+            await wire.body()
         for piece in pieces:
             wire.writer.write(piece)
             await asyncio.sleep(0)
@@ -34,7 +43,8 @@ async def check(gate: Gate, worker: FakeWorker, case: Case, size: int) -> str | 
     """What is wrong with the answers to a case that is sent in pieces of a size; None: nothing."""
     before, claimed = len(worker.seen), len(gate.records())
     sent = case.sent if case.ends and case.answers[-1] == 200 else case.sent + LAST
-    answers = await everything(gate.port, [sent[at : at + size] for at in range(0, len(sent), size)])
+    pieces = [sent[at : at + size] for at in range(0, len(sent), size)]
+    answers = await everything(gate.port, pieces, later=len(pieces) == 1)
     statuses = [answer.status for answer in answers]
     if statuses != case.answers + [200] * (not case.ends):
         return f"{case.name}: {statuses}"
@@ -52,6 +62,7 @@ async def check(gate: Gate, worker: FakeWorker, case: Case, size: int) -> str | 
 
 @pytest.mark.parametrize("size", [1 << 20, 7], ids=["whole", "crumbs"])
 async def test_each_is_refused_or_served_as_it_should_be(size: int) -> None:
+    """In one piece behind another request that was answered, and in crumbs."""
     async with FakeWorker() as worker, gateway(pool("policy", worker.url), limits=LIMITS) as gate:
         wrong = [
             found for case in CASES if (found := await check(gate, worker, case, max(size, len(case.sent) // 500)))
