@@ -1,4 +1,4 @@
-"""What a request costs on its way through the whole data plane, without sockets: scripted clients and replicas in one loop.
+"""What a request costs on its way through the data plane, without sockets: scripted clients and replicas in one loop.
 
     python -m tests.bench.path                     # CPU µs a request, the least of some rounds
     python -m tests.bench.path --mode stream       # the same a stream of 200 events, and an event
@@ -205,7 +205,7 @@ async def load(mode: Mode, *, clients: int = 64, replicas: int = 2) -> AsyncIter
 async def calls(mode: Mode, requests: int, *, clients: int = 8, replicas: int = 2) -> float:
     """Calls of functions, Python's and built-in ones, for each request."""
     async with load(mode, clients=clients, replicas=replicas) as running:
-        await running.run(2 * clients)
+        await running.run(2 * clients + 10 * replicas)  # connections are opened
         profile = cProfile.Profile()
         profile.enable()
         await running.run(requests)
