@@ -26,6 +26,7 @@ from gateway.assembly import Gateway
 from gateway.core import seeds
 from gateway.core.types import Handling
 from gateway.settings import Settings, schema
+from tests import matrix
 from tests.timelines import TIMELINES
 
 ROOT = Path(__file__).parents[1]
@@ -269,9 +270,18 @@ def timeline(name: str) -> str:
     return "\n".join(["```text", *lines, "```"])
 
 
+# --- what holds
+
+
+def holds(name: str) -> str:
+    """What holds for the answers of an engine, by route; found by asking its simulation."""
+    return table(("route", "whole", "streamed"), matrix.table(name))
+
+
 PARTS: dict[str, Callable[[str], str]] = {
     "settings": settings,
     "engine": engine,
+    "holds": holds,
     "metrics": metrics,
     "labels": labels,
     "alerts": alerts,

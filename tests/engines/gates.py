@@ -4,20 +4,22 @@ Its ledger, configuration and log lie in a folder that the caller gives. What it
 when it does not become ready.
 """
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tests import matrix
 from tests.engines import servers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,3 +134,29 @@ def end(gate: Gate) -> None:
     except subprocess.TimeoutExpired:
         gate.process.kill()
         gate.process.wait()
+
+
+def matrix_of(folder: Path, engine: str, urls: Mapping[str, str], models: Mapping[str, str]) -> matrix.Found:
+    """What holds by route before real servers: `urls` and `models` by role."""
+    pools = [
+        pool(role, engine, [url], role=role, models=[models[role]], deterministic="declared")
+        for role, url in urls.items()
+    ]
+    guards = {"clones": "warn"}
+
+    async def ask(places: Sequence[Gate]) -> matrix.Found:
+        async with AsyncExitStack() as stack:
+            first, second, strict = [
+                await stack.enter_async_context(httpx.AsyncClient(base_url=place.url, timeout=120)) for place in places
+            ]
+            found: matrix.Found = {}
+            for role in urls:
+                found |= await matrix.ask_all(engine, (first, second), strict, models, role)
+            return found
+
+    with (
+        gateway(folder / "first", *pools, hash_seed=1) as first,
+        gateway(folder / "second", *pools, hash_seed=2) as second,
+        gateway(folder / "strict", *pools, profile="strict", guards=guards) as strict,
+    ):
+        return asyncio.run(ask([first, second, strict]))

@@ -3,9 +3,8 @@
     python -m tests.engines.steps vllm --plot docs/images/steps.svg
 
 A step asks 8 prompts for 4 samples each, all at once, has each scored by the reward model, and puts the best answer of
-each prompt into the prompt's next step: a single token that differs changes every step after it. Engines and gateway are
-started anew for each run. It is done twice through a gateway, and twice straight to the engines by round robin, without
-seeds.
+each prompt into the prompt's next step: a token that differs changes all that follows. Engines and gateway are started
+anew for each run. It is done twice through a gateway, and twice straight to the engines by round robin, without seeds.
 """
 
 from __future__ import annotations

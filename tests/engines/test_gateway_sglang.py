@@ -15,6 +15,7 @@ import pytest
 from openai import OpenAI
 
 from gateway.core import seeds
+from tests import matrix
 from tests.engines import contrast, gates, servers
 from tests.engines.asking import (
     CHAT,
@@ -433,3 +434,16 @@ class TestPriority:
                         clients.map(lambda n: ask(gate, f"/sessions/{n}" + GENERATE, native(sampling_seed=n)), range(8))
                     )
                 assert [told(each)["text"] for each in answers] == [generated(server, n) for n in range(8)]
+
+
+class TestTheMatrix:
+    """docs/engines.md says by route what holds, as found before the simulated engine: the real one agrees."""
+
+    UNSERVED: frozenset[str] = frozenset()
+
+    def test_real_and_simulated_agree(self, sglang: Server, sglang_reward: Server, tmp_path: Path) -> None:
+        urls = {"generate": sglang.url, "reward": sglang_reward.url}
+        found = gates.matrix_of(tmp_path, "sglang", urls, {"generate": "tiny-llm", "reward": "tiny-rm"})
+        expected = asyncio.run(matrix.simulated("sglang"))
+        different = {cell: (said, expected[cell]) for cell, said in found.items() if said != expected[cell]}
+        assert {path for path, _ in different} == self.UNSERVED, different

@@ -17,6 +17,7 @@ import pytest
 from openai import OpenAI
 
 from gateway.core import seeds
+from tests import matrix
 from tests.engines import contrast, gates, servers
 from tests.engines.asking import (
     CHAT,
@@ -610,3 +611,16 @@ class TestPriority:
                 with ThreadPoolExecutor(12) as pool_:
                     crowded = list(pool_.map(one, range(12)))
                 assert [told(each)["choices"] == alone[n]["choices"] for n, each in enumerate(crowded)] == [True] * 12
+
+
+class TestTheMatrix:
+    """docs/engines.md says by route what holds, as found before the simulated engine: the real one agrees."""
+
+    UNSERVED: frozenset[str] = frozenset({"/inference/v1/generate"})
+
+    def test_real_and_simulated_agree(self, vllm_pair: list[Server], vllm_reward: Server, tmp_path: Path) -> None:
+        urls = {"generate": vllm_pair[0].url, "reward": vllm_reward.url}
+        found = gates.matrix_of(tmp_path, "vllm", urls, {"generate": "tiny-llm", "reward": "tiny-rm"})
+        expected = asyncio.run(matrix.simulated("vllm"))
+        different = {cell: (said, expected[cell]) for cell, said in found.items() if said != expected[cell]}
+        assert {path for path, _ in different} == self.UNSERVED, different
