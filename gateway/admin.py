@@ -137,5 +137,6 @@ def guard(settings: Settings) -> Any:
 
     async def check(request: Request) -> None:
         admin.check(given(dict(request.headers.raw)))
+        admin.check_host(request.url.hostname or "")
 
     return check

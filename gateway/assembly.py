@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
-from gateway import control, stores, weights
+from gateway import control, stores, tracing, weights
 from gateway.carriers.asgi import Application, DataPlane
 from gateway.changes import Changes
+from gateway.doors import Public
 from gateway.fleet import Fleet
 from gateway.health import Health
 from gateway.pipeline import Pipeline
@@ -38,7 +40,8 @@ class Gateway:
         self.sessions: Sessions = self._joint.sessions if store.shared else Sessions(settings, store)
         self.runs = Runs(settings, store, self.sessions, self.telemetry.ledger_errors.add, resume=resume, new=new_run)
         self.run = self.runs.own.name
-        self.pipeline = Pipeline(settings, self.runs, self.sessions, self.fleet, store, self.telemetry)
+        self._tracing = tracing.build(settings)
+        self.pipeline = Pipeline(settings, self.runs, self.sessions, self.fleet, store, self.telemetry, self._tracing)
         self.health = Health(settings, self.fleet, lambda *told: self.changes.note(*told))
         self.changes = Changes(self.run, self.fleet, self.health, self.runs.own.ledger)
         self.siblings: Siblings = Alone(self.changes)
@@ -61,8 +64,14 @@ class Gateway:
 
     @property
     def application(self) -> Application:
-        """The whole gateway for any ASGI server."""
-        rest: Any = control.build(
+        """The gateway for any ASGI server: all of it, or without what stands on a port of its own."""
+        rest: Any = self.administration if self.settings.admin_port is None else Public(self.administration)
+        return DataPlane(self, rest)
+
+    @cached_property
+    def administration(self) -> Any:
+        """The control plane."""
+        return control.build(
             self.settings,
             self.runs,
             self.sessions,
@@ -73,7 +82,6 @@ class Gateway:
             self._clerk,
             lambda: self.draining,
         )
-        return DataPlane(self, rest)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -96,6 +104,8 @@ class Gateway:
             for replica in self.fleet.replicas:
                 replica.connections.close()
             self.runs.close()
+            if self._tracing is not None:
+                await self._tracing.close()
 
     async def knows_its_world(self, seconds: float) -> None:
         """Wait, for a bounded time, until replicas were probed and the store has told what others know."""

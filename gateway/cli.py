@@ -112,6 +112,28 @@ def _seed(args: argparse.Namespace) -> int:
     return 0
 
 
+def _new_key(args: argparse.Namespace) -> int:
+    from gateway import keys
+
+    key = keys.new()
+    print(key)
+    print(f"detgate: in the configuration: {keys.entry(key, args.name)}", file=sys.stderr)
+    return 0
+
+
+def _hash_key(args: argparse.Namespace) -> int:
+    from getpass import getpass
+
+    from gateway import keys
+
+    key = getpass("key: ") if sys.stdin.isatty() else sys.stdin.readline()
+    if not key.strip():
+        print("detgate: a key is needed on standard input", file=sys.stderr)
+        return 2
+    print(keys.entry(key.strip(), args.name))
+    return 0
+
+
 def _diff(args: argparse.Namespace) -> int:
     from gateway.evidence import commands
 
@@ -206,6 +228,7 @@ _SETTINGS = {
     "state": ("--state", "memory, or redis://host:6379/0"),
     "host": ("--host", "address to listen on"),
     "port": ("--port", "port to listen on; 0: a free one"),
+    "admin_port": ("--admin-port", "port for administration and /metrics, which --port then refuses"),
     "workers": ("--workers", "processes that serve; more than one needs state: redis://…"),
     "insecure": ("--insecure", "listen off loopback without keys too"),
     "ledger.path": ("--ledger", "folder of the runs' records"),
@@ -246,6 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     _sim_flags(add("sim", _sim, "one simulated engine; POST /_sim switches its faults"))
     _config_flags(add("config", _config, "what is in force, secrets masked"))
     _seed_flags(add("seed", _seed, "the seed that a request gets"))
+    _key_flags(add("key", _new_key, "keys that open the gateway, and hashes of them for the configuration"))
     _launch_flags(add("launch-profile", _launch_profile, "how to start an engine so that its answers can repeat"))
     _verify_flags(add("verify", _verify, "canaries to every replica: does it repeat? exit 0 all passed, 1 not"))
     _doctor_flags(add("doctor", _doctor, "what breaks determinism; exit 0 strict would serve, 1 refuse, 2 not known"))
@@ -271,7 +295,7 @@ def _config_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo_flags(parser: argparse.ArgumentParser) -> None:
-    _setting_flags(parser, [key for key in _SETTINGS if key not in ("engine", "worker_urls", "workers")])
+    _setting_flags(parser, [key for key in _SETTINGS if key not in ("engine", "worker_urls", "workers", "admin_port")])
 
 
 def _seed_flags(parser: argparse.ArgumentParser) -> None:
@@ -281,6 +305,17 @@ def _seed_flags(parser: argparse.ArgumentParser) -> None:
     _file_flag(parser)
     _setting_flags(parser, ["seed", "scheme"])
     parser.add_argument("--json", action="store_true", help="with everything that it follows from")
+
+
+def _key_flags(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(metavar="WHAT", required=True)
+    for what, command, text in (
+        ("new", _new_key, "make a key: it on standard output, what the configuration holds of it on standard error"),
+        ("hash", _hash_key, "read a key from standard input and print what the configuration holds of it"),
+    ):
+        one = commands.add_parser(what, help=text, description=text, allow_abbrev=False)
+        one.set_defaults(command=command)
+        one.add_argument("name", metavar="NAME", nargs="?", type=_name, help="who has it, for logs and ledger")
 
 
 def _diff_flags(parser: argparse.ArgumentParser) -> None:
@@ -404,6 +439,12 @@ def _setting_flags(parser: argparse.ArgumentParser, keys: Iterable[str]) -> None
 def _assignment(text: str) -> str:
     if not text.partition("=")[1]:
         raise argparse.ArgumentTypeError("KEY=VALUE is needed, as in routing.slack=inf")
+    return text
+
+
+def _name(text: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", text) is None:
+        raise argparse.ArgumentTypeError("letters, digits, `.`, `_` and `-`, 128 at most, are needed")
     return text
 
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, admin, findings, rl_api, sessions_api
 from gateway.core.errors import CallerFault, Fault, NotFound, WrongMethod
-from gateway.core.shapes import error_body, error_headers
+from gateway.doors import OwnSite, Subject, refusal
 from gateway.fleet import Fleet, Pool
 from gateway.routes import API_OF
 from gateway.runs import Runs
@@ -45,6 +45,8 @@ def build(
     app = FastAPI(title="detgate", version=__version__, docs_url=None, redoc_url=None)
     _errors(app)
     app.add_middleware(Verbatim)
+    app.add_middleware(OwnSite)
+    app.add_middleware(Subject)
     app.include_router(admin.build(settings, runs, sessions, fleet, siblings))
     app.include_router(sessions_api.build(settings, runs, sessions, store))
     app.include_router(rl_api.build(settings, runs, sessions, store))
@@ -173,32 +175,28 @@ def _json(status: int, body: Any) -> Response:
 def _errors(app: FastAPI) -> None:
     """Every error in the one shape that the data plane's errors have."""
 
-    def answer(fault: Fault) -> Response:
-        headers = {name.decode(): value.decode() for name, value in error_headers(fault)}
-        return Response(error_body(fault, "openai"), fault.status, headers)
-
     @app.exception_handler(Fault)
     async def fault(request: Request, error: Fault) -> Response:
-        return answer(error)
+        return refusal(error)
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        return answer(Fault("The gateway failed; its log says why."))
+        return refusal(Fault("The gateway failed; its log says why."))
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
-        return answer(CallerFault("The client left before its request was whole."))
+        return refusal(CallerFault("The client left before its request was whole."))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         if error.status_code == 405:
-            return answer(WrongMethod(f"{request.url.path} does not take {request.method}."))
+            return refusal(WrongMethod(f"{request.url.path} does not take {request.method}."))
         if error.status_code == 404:
-            return answer(NotFound(f"There is no route {request.url.path} here.", code="route_not_found"))
-        return answer(CallerFault(str(error.detail)))
+            return refusal(NotFound(f"There is no route {request.url.path} here.", code="route_not_found"))
+        return refusal(CallerFault(str(error.detail)))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        return answer(CallerFault(f"{where}: {first['msg']}", param=where))
+        return refusal(CallerFault(f"{where}: {first['msg']}", param=where))

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ from gateway.core.vitals import Outcome
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.introductions import introduce
 from gateway.passes import Passes
-from gateway.settings import Settings
+from gateway.settings import ReplicaTls, Settings
 from gateway.tasks import start, stop
 from gateway.upstream import absent, trust
 
@@ -59,15 +60,19 @@ class Health:
         self._settings = settings.health
         self._watching: dict[Replica, asyncio.Task[None]] = {}
         self._watches: dict[Replica, Watch] = {}
-        self._http: httpx.AsyncClient | None = None
+        self._http: dict[ReplicaTls, httpx.AsyncClient] | None = None
+        """A client for each way that replicas are believed by."""
         self.probed = asyncio.Event()
         """Every replica was probed once."""
 
     async def run(self) -> None:
         """Probe for ever."""
         limits = httpx.Limits(max_keepalive_connections=0)
-        async with httpx.AsyncClient(timeout=self._settings.timeout, limits=limits, verify=trust()) as http:
-            self._http = http
+        async with AsyncExitStack() as stack:
+            self._http = {}
+            for way in {pool.settings.tls for pool in self._fleet}:
+                client = httpx.AsyncClient(timeout=self._settings.timeout, limits=limits, verify=trust(way))
+                self._http[way] = await stack.enter_async_context(client)
             self.sync()
             try:
                 await asyncio.Event().wait()
@@ -86,7 +91,8 @@ class Health:
             self._preempted.pop(replica, None)
         for replica, pool in present.items():
             if replica not in self._watching:
-                self._watching[replica] = start(self._watch(self._http, pool, replica), f"probe {replica.name}")
+                http = self._http[pool.settings.tls]
+                self._watching[replica] = start(self._watch(http, pool, replica), f"probe {replica.name}")
 
     async def _watch(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
         pause = self._settings.interval

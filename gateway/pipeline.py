@@ -15,7 +15,7 @@ import structlog
 from gateway import orders, schemes
 from gateway.answers import Asking, Client, answered, break_stream, relay
 from gateway.bodies import Heard
-from gateway.core import canonical, fields, identity, ids, plan, shapes
+from gateway.core import canonical, fields, identity, ids, plan, shapes, traces
 from gateway.core.errors import Busy, Fault
 from gateway.core.indexing import Ask
 from gateway.core.types import Call, Headers, Request
@@ -34,6 +34,7 @@ from gateway.settings import Settings
 from gateway.statement import Statement
 from gateway.stores import ScopeKey, Store
 from gateway.telemetry import Telemetry
+from gateway.tracing import Tracing
 from gateway.versions import Versions
 from gateway.work import Asked, Work
 
@@ -51,6 +52,7 @@ class Pipeline:
         fleet: Fleet,
         store: Store,
         telemetry: Telemetry,
+        tracing: Tracing | None = None,
     ) -> None:
         self.settings = settings
         self.store = store
@@ -63,6 +65,7 @@ class Pipeline:
         self._record = Record(settings, sessions, store, telemetry)
         self._statement = Statement(settings, telemetry)
         self._telemetry = telemetry
+        self._tracing = tracing
         self._located = {route: identity.Location(route) for route in API_OF}
         self.draining = False
         self.drained = asyncio.Event()
@@ -87,7 +90,9 @@ class Pipeline:
     async def serve(self, request: Request, client: Client) -> None:
         """Answer one request, whatever happens."""
         self._serving += 1
-        work = Work(asyncio.get_running_loop().time())
+        work = Work(asyncio.get_running_loop().time(), request)
+        if self._tracing is not None:
+            work.trace = self._tracing.begin(request)
         if self._bodies:
             client = work.heard = Heard(client, self._bodies)
         try:
@@ -97,7 +102,7 @@ class Pipeline:
                 raise Busy("The gateway is shutting down. Ask another, or ask again later.", code="shutting_down")
             if self._sessions.shared:
                 await self._prepare(request, location)
-            names, session = self._identify(request, location)
+            names, session = self._identify(work, request, location)
             if self._local.owns(location.route):
                 await self._local.answer(location.route, request, client, session)
                 return
@@ -119,7 +124,7 @@ class Pipeline:
                 )
             raise
         except Exception:
-            log.exception("request failed", path=request.path)
+            log.exception("request failed", path=request.path, **work.told())
             self._refuse(work, client, Fault("The gateway failed; its log says why."))
         finally:
             try:
@@ -130,11 +135,15 @@ class Pipeline:
                     self.drained.set()
 
     # --- identify: the names that the request gives, and the session, if it was created.
-    def _identify(self, request: Request, location: identity.Location) -> tuple[identity.Named, Session | None]:
+    def _identify(
+        self, work: Work, request: Request, location: identity.Location
+    ) -> tuple[identity.Named, Session | None]:
         names, key = identity.named(location, request.fields), given(request.fields)
         if names.run is not None and key.startswith(PREFIX):
             self._runs.revive(names.run)
-        return names, self._sessions.find(self._sessions.visitor(key), names, self._runs.own.name)
+        visitor = self._sessions.visitor(key)
+        work.user = visitor.name
+        return names, self._sessions.find(visitor, names, self._runs.own.name)
 
     async def _prepare(self, request: Request, location: identity.Location) -> None:
         """Know of a session that was created at another gateway."""
@@ -209,13 +218,16 @@ class Pipeline:
             key = caller.identity
         elif asked.origin is not None:
             key = ids.request_id(asked.origin.identity, asked.origin.index, caller.ordinal)
+        headers = fields.upstream(request.headers)
+        if traces.PARENT in request.fields and work.trace is None:
+            headers += traces.passed(request.headers, request.fields)
         return Job(
             pool=pool,
             handling=asked.handling,
             route=asked.route,
             method=request.method.encode(),
             target=target.encode(),
-            headers=fields.upstream(request.headers),
+            headers=headers,
             request_id=request_id,
             key=key,
             session=f"{asked.run}/{caller.session}",
@@ -228,6 +240,7 @@ class Pipeline:
             flags=self._statement.reasons(work, asked),
             follows=by_session and not pool.stable,
             entered=lambda job: self._versions.entered(asked, job),
+            trace=work.trace,
         )
 
     async def _forward(self, work: Work, asked: Asked, decided: plan.Plan, job: Job, client: Client) -> None:

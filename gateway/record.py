@@ -66,6 +66,7 @@ class Record:
             "digest": work.ask.raw.hex(),
             "content": asked.digest,
             "key": caller.key,
+            "user": work.user,
             "repeat": work.ask.repeat,
             "seed": decided.seed,
             "seed_source": decided.seed_source,
@@ -125,6 +126,8 @@ class Record:
             self._telemetry.first_byte.observe(answer.first_byte_at - work.since)
         if self._debug:
             self._log(work, route, now)
+        if work.trace is not None:
+            work.trace.end(work, _outcome(work), self._error(work))
         if job is not None and answer.complete_at:
             before = job.sent_at - work.since - job.lane_wait
             self._telemetry.overhead.observe(max(0.0, before + now - answer.complete_at))
@@ -135,6 +138,7 @@ class Record:
         caller = asked.caller if asked is not None else None
         log.debug(
             "request",
+            **work.told(),
             route=route,
             run=asked.run if asked is not None else None,
             session=caller.session if caller is not None else None,
@@ -143,7 +147,6 @@ class Record:
             member=caller.member if caller is not None else None,
             index=decided.index if decided is not None else None,
             seed=decided.seed if decided is not None else None,
-            request_id=decided.request_id if decided is not None else None,
             replica=job.replicas[-1] if job is not None and job.replicas else None,
             attempts=job.attempts if job is not None else 0,
             lane=job.pool.lanes.scope if job is not None else None,

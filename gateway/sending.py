@@ -26,6 +26,7 @@ from gateway.lanes import NO_PLACE, Lane, Place
 from gateway.settings import Settings
 from gateway.tasks import start
 from gateway.telemetry import Telemetry
+from gateway.tracing import Trace
 from gateway.upstream import Broken, Exchange
 
 LEAVE_SECONDS = 5.0
@@ -93,6 +94,8 @@ class Job:
     """How it stands at its pool's gate."""
     entered: Callable[[Job], None] = lambda job: None
     """Called when it has passed that; may raise a `Fault`."""
+    trace: Trace | None = None
+    """Its spans, where requests are traced."""
 
 
 class Sending:
@@ -188,6 +191,9 @@ class Dispatcher:
             if sending.replica.preempted_at > sent.sent_at and "preempted" not in sending.job.flags:
                 sending.job.flags.append("preempted")
         self.live.pop(sending.engine_id, None)
+        if sending.job.trace is not None:
+            status, complete = (sent.status, sent.complete) if sent is not None else (0, False)
+            sending.job.trace.left(sending.engine_id, status, complete=complete)
 
     async def vacate(self, sending: Sending, lane: Lane) -> None:
         """Give a place back that was given up in mid-answer: when nothing of the request is left in the engine."""
@@ -537,6 +543,8 @@ class Dispatcher:
             if edits:
                 body = call.document.edited(edits)
             own = lines(engine.id_headers(sending.engine_id))
+        if job.trace is not None:
+            own += job.trace.sent(sending.engine_id, replica)
         head = b"%b %b%b HTTP/1.1\r\n%b%b%bcontent-length: %d\r\n\r\n" % (
             job.method, replica.prefix, job.target, replica.head, own, job.headers, len(body),
         )  # fmt: skip

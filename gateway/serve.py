@@ -17,13 +17,18 @@ import structlog
 import uvicorn
 
 from gateway.assembly import Gateway
-from gateway.carriers.http1 import Carrier
+from gateway.carriers.http1 import Carrier, Plane
+from gateway.core.types import Request
 from gateway.logs import configure
 from gateway.settings import InvalidSettings, Settings
 from gateway.siblings import Start, Worker, first
 from gateway.tasks import start
+from gateway.tls import Certificate
 
 log = structlog.get_logger("detgate")
+
+BACKLOG = 8192
+"""Connections that may wait to be accepted on one socket."""
 
 PREPARE_SECONDS = 2.0
 """How long one of several workers may take to learn what it needs, before it takes requests: others do meanwhile."""
@@ -124,31 +129,60 @@ def _reload(gateway: Gateway, load: Callable[[], Settings]) -> None:
         log.warning("these settings changed too and need a restart", keys=waiting)
 
 
+class Administration:
+    """What a carrier needs of the port for administration: the data plane's bounds, and none of its routes."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self.head_bytes = gateway.head_bytes
+        self.body_bytes = gateway.body_bytes
+        self.head_seconds = gateway.head_seconds
+        self.body_seconds = gateway.body_seconds
+        self.write_seconds = gateway.write_seconds
+
+    @property
+    def draining(self) -> bool:
+        return self._gateway.draining
+
+    def owns(self, path: str) -> bool:
+        return False
+
+    async def serve(self, request: Request, client: Any) -> None:
+        raise AssertionError(f"{request.path} is not of the data plane")
+
+
 class Server(uvicorn.Server):
     """uvicorn, with the data plane's carrier in its sockets and a drain that ends what outlives its deadline."""
 
     def __init__(self, gateway: Gateway, sockets: Sequence[socket.socket] = ()) -> None:
         self.gateway = gateway
-        self._sockets = list(sockets)
-        timeouts = gateway.settings.timeouts
-        super().__init__(
-            uvicorn.Config(
-                gateway.application,
-                host=gateway.settings.host,
-                port=gateway.settings.port,
-                http=partial(Carrier, gateway),  # type: ignore[arg-type]
-                lifespan="off",
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                headers=[("server", "detgate")],
-                backlog=8192,
-                timeout_keep_alive=int(timeouts.keep_alive),
-                timeout_graceful_shutdown=5,
-            )
-        )
+        settings = gateway.settings
+        self._admin_port = settings.admin_port
+        admin = [sock for sock in sockets if sock.getsockname()[1] == self._admin_port]
+        self._sockets = [sock for sock in sockets if sock not in admin]
+        self._admin_sockets = admin
+        self.certificate = None if settings.tls.cert is None else Certificate(settings.tls)
+        super().__init__(self._config(gateway.application, gateway, settings.host, settings.port))
         self._ready: Callable[[Gateway], object] | None = None
+
+    def _config(self, application: Any, plane: Plane, host: str, port: int) -> uvicorn.Config:
+        certificate = self.certificate
+        return uvicorn.Config(
+            application,
+            host=host,
+            port=port,
+            http=partial(Carrier, plane),  # type: ignore[arg-type]
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            headers=[("server", "detgate")],
+            backlog=BACKLOG,
+            timeout_keep_alive=int(self.gateway.settings.timeouts.keep_alive),
+            timeout_graceful_shutdown=5,
+            ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
+        )
 
     async def listen(self, ready: Callable[[Gateway], object] | None = None) -> None:
         """Serve until told to stop."""
@@ -166,8 +200,31 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self.started and self._admin_port is not None:
+            await self._open_admin(self._admin_port)
         if self.started and self._ready is not None:
             self._ready(self.gateway)
+
+    async def _open_admin(self, port: int) -> None:
+        """Listen on the port for administration too. It is one server with two ports: they drain and end together."""
+        settings = self.gateway.settings
+        host = settings.admin_host or settings.host
+        config = self._config(self.gateway.administration, Administration(self.gateway), host, port)
+        config.load()
+        loop = asyncio.get_running_loop()
+
+        def connection() -> asyncio.Protocol:
+            return config.http_protocol_class(config=config, server_state=self.server_state, app_state={})  # type: ignore[call-arg]
+
+        try:
+            if self._admin_sockets:
+                for sock in self._admin_sockets:
+                    self.servers.append(await loop.create_server(connection, sock=sock, ssl=config.ssl))
+            else:
+                self.servers.append(await loop.create_server(connection, host, port, ssl=config.ssl, backlog=BACKLOG))
+        except OSError as error:
+            log.error("cannot listen", host=host, port=port, why=error.strerror or str(error))
+            sys.exit(3)
 
     @property
     def port(self) -> int:
@@ -199,9 +256,19 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(1.0)
+            if self.certificate is not None:
+                self._renew(self.certificate)
             now = loop.time()
             for connection in self._carriers():
                 connection.overdue(now)
+
+    def _renew(self, certificate: Certificate) -> None:
+        """Show a certificate that was put in the old one's place. What does not fit yet is tried again."""
+        try:
+            if certificate.renewed():
+                log.info("certificate renewed")
+        except InvalidSettings as error:
+            log.error("the new certificate cannot be used", faults=error.lines)
 
     def _carriers(self) -> list[Any]:
         return [connection for connection in self.server_state.connections if isinstance(connection, Carrier)]

@@ -231,6 +231,8 @@ class Visitor(NamedTuple):
     """The session that the key opens."""
     trusted: bool = False
     """The key is one of `auth.api_keys`, which open every session."""
+    name: str | None = None
+    """Who has that key, where the configuration says so."""
 
 
 Look = Callable[[Session, str], Awaitable[Interaction]]
@@ -286,7 +288,7 @@ class Sessions:
         if holder is not None:
             return Visitor(holder)
         if self._keys.holds(key):
-            return Visitor(trusted=True)
+            return Visitor(trusted=True, name=self._keys.name(key))
         if key.startswith(PREFIX):
             raise Unauthorized("This key opens no session here: it is wrong, of another gateway, or ended long ago.")
         self._keys.check(key)

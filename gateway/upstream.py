@@ -23,14 +23,18 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from gateway import tls
 from gateway.core import fields
 from gateway.core.types import Headers
+from gateway.settings import ReplicaTls
 
 HEAD_BYTES = 65536
 """Bound of a replica's response head, in bytes of names and values."""
 
 _ANY_HEADER = 32
 """Makes zlib take its own header or gzip's."""
+
+_SYSTEM = ReplicaTls()
 
 Phase = Literal["connect", "send", "body"]
 
@@ -57,9 +61,12 @@ class Broken(Exception):
 
 
 @cache
-def trust() -> ssl.SSLContext:
-    """The certificates that replicas are believed by: the system's. One for requests and probes alike."""
-    return ssl.create_default_context()
+def trust(settings: ReplicaTls = _SYSTEM) -> ssl.SSLContext:
+    """The certificates that replicas are believed by, the system's or a pool's own. One for requests and probes alike.
+
+    Raises `InvalidSettings` where its files cannot be used.
+    """
+    return tls.of_replicas(settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +366,9 @@ class Connections:
     is bounded by admission, not by a socket count.
     """
 
-    def __init__(self, url: str, *, connect_seconds: float = 5.0, idle_seconds: float = 2.0) -> None:
+    def __init__(
+        self, url: str, *, connect_seconds: float = 5.0, idle_seconds: float = 2.0, tls: ReplicaTls = _SYSTEM
+    ) -> None:
         self.address = Address.parse(url)
         self.connect_seconds = connect_seconds
         self.idle_seconds = idle_seconds
@@ -367,7 +376,7 @@ class Connections:
         """When the replica last sent anything in answer to a request."""
         self._idle: deque[Connection] = deque()
         self._sweeper: asyncio.TimerHandle | None = None
-        self._tls = trust() if self.address.tls else None
+        self._tls = trust(tls) if self.address.tls else None
 
     async def send(self, head: bytes, body: bytes, *, fresh: bool = False) -> Exchange:
         """Send one request (`head` ends with the empty line) and give its exchange. Raises `Broken("connect")`."""

@@ -17,6 +17,7 @@ from gateway.runs import Run
 from gateway.sending import Job
 from gateway.sessions import Interaction, Session
 from gateway.stores import ScopeKey
+from gateway.tracing import Trace
 
 
 @dataclass(slots=True)
@@ -52,7 +53,10 @@ class Work:
     """What is known of a request while it runs, and what the record says of it at the end."""
 
     since: float
+    request: Request
     api: Api = "openai"
+    user: str | None = None
+    """Who has the key that it came with, where the configuration says so."""
     asked: Asked | None = None
     run: Run | None = None
     claim: Claim | None = None
@@ -71,3 +75,18 @@ class Work:
     completed: bool = False
     answer: Answer = field(default_factory=Answer)
     fault: Fault | None = None
+    trace: Trace | None = None
+    """Its spans, where requests are traced."""
+
+    def told(self) -> dict[str, str]:
+        """What each line of the log says of the request that it is about."""
+        told = {}
+        if self.plan is not None:
+            told["request_id"] = self.plan.request_id
+        elif (given := self.request.fields.get(b"x-request-id")) is not None:
+            told["client_request_id"] = given.decode("latin-1")
+        if self.user is not None:
+            told["user"] = self.user
+        if self.trace is not None:
+            told["trace_id"] = self.trace.id
+        return told

@@ -35,14 +35,32 @@ _NOT_UPSTREAM = HOP_BY_HOP | {
     b"x-index-order",
     b"x-member-index",
     b"idempotency-key",
+    b"origin",
+    b"traceparent",
+    b"tracestate",
 }
-_NOT_DOWNSTREAM = HOP_BY_HOP | {b"server", b"date", b"content-length", b"x-request-id"}
+_CORS = frozenset(
+    b"access-control-" + name
+    for name in (
+        b"allow-credentials",
+        b"allow-headers",
+        b"allow-methods",
+        b"allow-origin",
+        b"allow-private-network",
+        b"expose-headers",
+        b"max-age",
+    )
+)
+"""What would let other sites' pages read answers: engines send it to everyone."""
+
+_NOT_DOWNSTREAM = HOP_BY_HOP | _CORS | {b"server", b"date", b"content-length", b"x-request-id"}
 
 
 def upstream(headers: Headers) -> bytes:
     """The client's fields that a replica gets, as lines. Never its keys, its cookies or what was meant for the gateway.
 
-    `accept-encoding` stays here too: the gateway reads the answers.
+    `accept-encoding` stays here too: the gateway reads the answers. So do `traceparent` and `tracestate`, which are
+    passed on where they are good: `gateway.core.traces`.
     """
     dropped = _with_named(_NOT_UPSTREAM, headers)
     return b"".join(

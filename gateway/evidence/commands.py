@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
+from pydantic import SecretStr
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -17,7 +18,7 @@ from gateway.evidence import diff_text, ledgers, recorded, replay_plans, replay_
 from gateway.evidence.diff import Diff, compare
 from gateway.evidence.ledgers import Unusable
 from gateway.evidence.replay_requests import Failed, Notes, Target
-from gateway.settings import Settings
+from gateway.settings import Settings, hashed
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
 """Exit statuses."""
@@ -78,8 +79,8 @@ async def _again(
     script: recorded.Script, settings: Settings, url: str | None, config: Path | None, run: str, notes: Notes
 ) -> Diff:
     auth = settings.auth
-    key = auth.api_keys[0].get_secret_value() if auth.api_keys else os.environ.get("OPENAI_API_KEY")
-    admin = None if auth.admin_key is None else auth.admin_key.get_secret_value()
+    key = next(filter(None, map(_plain, auth.api_keys)), os.environ.get("OPENAI_API_KEY"))
+    admin = None if auth.admin_key is None else _plain(auth.admin_key)
     async with AsyncExitStack() as stack:
         if url is None:
             assert config is not None
@@ -88,6 +89,12 @@ async def _again(
         with progress() as shown:
             task = shown.add_task(f"run {run}", total=script.requests)
             return await replay_requests.send(script, target, notes, lambda done: shown.update(task, completed=done))
+
+
+def _plain(configured: SecretStr) -> str | None:
+    """A key that can be sent: of some the configuration has the hash alone."""
+    text = configured.get_secret_value()
+    return None if hashed(text) is not None else text
 
 
 def tell(found: Diff, *, as_json: bool) -> int:

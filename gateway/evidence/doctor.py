@@ -41,15 +41,15 @@ def doctor(settings: Settings, *, url: str | None = None, as_json: bool = False)
 async def examine(settings: Settings) -> dict[str, Any]:
     """What `/determinism` of a gateway with these settings would say once it had probed its replicas."""
     passes = Passes(settings.ledger.path)
-    async with httpx.AsyncClient(timeout=settings.health.timeout, verify=trust()) as http:
-        pools = await asyncio.gather(*(_examine(http, pool, passes) for pool in settings.pools))
+    pools = await asyncio.gather(*(_examine(settings, pool, passes) for pool in settings.pools))
     strict = not any(finding["severity"] == "fatal" for pool in pools for finding in pool["findings"])
     named = dict(zip((pool.name for pool in settings.pools), pools, strict=True))
     return {"profile": settings.profile, "run": None, "strict": strict, "pools": named}
 
 
-async def _examine(http: httpx.AsyncClient, pool: Pool, passes: Passes) -> dict[str, Any]:
-    met = await asyncio.gather(*(meet(http, pool, replica) for replica in pool.replicas))
+async def _examine(settings: Settings, pool: Pool, passes: Passes) -> dict[str, Any]:
+    async with httpx.AsyncClient(timeout=settings.health.timeout, verify=trust(pool.tls)) as http:
+        met = await asyncio.gather(*(meet(http, pool, replica) for replica in pool.replicas))
     told = {
         replica.name: Told(
             said.facts,

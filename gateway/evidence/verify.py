@@ -137,7 +137,7 @@ async def _replica(
         headers["x-data-parallel-rank"] = str(settings.dp_rank)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(
-        base_url=settings.url, headers=headers, timeout=left, limits=limits, verify=trust()
+        base_url=settings.url, headers=headers, timeout=left, limits=limits, verify=trust(pool.tls)
     ) as http:
         said, unreachable = await doctor.meet(http, pool, settings)
         verdict.fingerprint = said.fingerprint

@@ -24,6 +24,7 @@ from gateway.settings.messages import InvalidSettings
 from gateway.settings.schema import (
     Auth,
     Count,
+    FixedPort,
     Guards,
     Health,
     Lane,
@@ -35,11 +36,15 @@ from gateway.settings.schema import (
     Port,
     Profile,
     Replica,
+    ReplicaTls,
     Routing,
     Seed,
     Sessions,
     State,
     Timeouts,
+    Tls,
+    Tracing,
+    hashed,
     one_of,
 )
 
@@ -54,10 +59,14 @@ __all__ = [
     "Log",
     "Pool",
     "Replica",
+    "ReplicaTls",
     "Routing",
     "Sessions",
     "Settings",
     "Timeouts",
+    "Tls",
+    "Tracing",
+    "hashed",
 ]
 
 _STRICT: dict[str, dict[str, Any]] = {
@@ -98,6 +107,14 @@ class Settings(BaseSettings):
     state: State = Field("memory", description="Where counters live: memory, or redis://host:6379/0.", repr=False)
     host: str = Field("127.0.0.1", description="Address to listen on.", min_length=1)
     port: Port = Field(8000, description="Port to listen on; 0: a free one.")
+    admin_port: FixedPort | None = Field(
+        None,
+        description="Port for administration, pages, `/determinism` and `/metrics`, which `port` then refuses; null:"
+        " all stand on `port`.",
+    )
+    admin_host: str | None = Field(
+        None, description="Address to listen on with `admin_port`; null: that of `host`.", min_length=1
+    )
     workers: Count = Field(1, description="Processes that serve; more than one needs state: redis://….")
     insecure: bool = Field(False, description="Listen off loopback without api_keys too.")
     ledger: Ledger = Field(Ledger(), description="The record of every request.")
@@ -108,7 +125,9 @@ class Settings(BaseSettings):
     health: Health = Field(Health(), description="How replicas are probed.")
     auth: Auth = Field(Auth(), description="Who may ask.")
     guards: Guards = Field(Guards(), description="What becomes of answers that look like clones.")
+    tls: Tls = Field(Tls(), description="Certificates, where the gateway itself speaks TLS.")
     log: Log = Field(Log(), description="What is logged, and how.")
+    tracing: Tracing = Field(Tracing(), description="Where spans of requests go.")
     pools: tuple[Pool, ...] = Field((), description="Replicas, in groups that serve the same model on one engine.")
 
     @classmethod

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gateway import engines
-from gateway.settings.schema import Lane, Pool, Routing
+from gateway.settings.schema import Lane, Pool, Routing, hashed
 
 if TYPE_CHECKING:
     from gateway.settings import Settings
@@ -26,6 +26,7 @@ def contradictions(settings: Settings) -> Iterator[str]:
             f"host: {settings.host} can be reached from elsewhere, and auth.api_keys has none; add keys, or"
             " insecure: true"
         )
+    yield from _doors(settings)
     for place, pool in _places(settings):
         yield from _unusable(f"{place}.lane", pool.lane)
         if pool.lane.scope in ("session", "group") and not settings.sessions.required:
@@ -38,6 +39,22 @@ def contradictions(settings: Settings) -> Iterator[str]:
         if settings.profile == "strict":
             yield from _shared_batch(place, pool, "profile strict refuses")
         yield from _unread(place, pool)
+
+
+def _doors(settings: Settings) -> Iterator[str]:
+    """What contradicts itself in ports, certificates and keys."""
+    if settings.admin_host is not None and settings.admin_port is None:
+        yield "admin_host: needs an admin_port"
+    if settings.admin_port is not None and settings.admin_port == settings.port:
+        yield f"admin_port: {settings.admin_port} is the port of the data plane"
+    for place, cert, others in (
+        ("tls", settings.tls.cert, {"key": settings.tls.key, "client_ca": settings.tls.client_ca}),
+        *((f"{place}.tls", pool.tls.cert, {"key": pool.tls.key}) for place, pool in _places(settings)),
+    ):
+        yield from (f"{place}.{name}: needs {place}.cert" for name, file in others.items() if cert is None and file)
+    names = [found.name for key in settings.auth.api_keys if (found := hashed(key.get_secret_value())) is not None]
+    for name in sorted({name for name in names if name is not None and names.count(name) > 1}):
+        yield f"auth.api_keys: {name} stands before two keys"
 
 
 def _unusable(place: str, lane: Lane) -> Iterator[str]:

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -65,6 +65,44 @@ def _secret(value: SecretStr) -> SecretStr:
     return value
 
 
+_HASHED = re.compile(r"(?:([A-Za-z0-9][A-Za-z0-9._-]{0,127})=)?sha256:([0-9a-f]{64})")
+
+
+class Hashed(NamedTuple):
+    """A key of which the configuration holds the hash alone."""
+
+    name: str | None
+    """Who has it."""
+    digest: bytes
+    """SHA-256 of the key."""
+
+
+def hashed(text: str) -> Hashed | None:
+    """What `[NAME=]sha256:HEX` says; None: the text is a key itself."""
+    match = _HASHED.fullmatch(text)
+    return None if match is None else Hashed(match[1], bytes.fromhex(match[2]))
+
+
+def _opening(value: SecretStr) -> SecretStr:
+    text = _secret(value).get_secret_value()
+    if re.match(r"([^=]*=)?sha256:", text) and hashed(text) is None:
+        raise PydanticCustomError("hash", "a hash is written [NAME=]sha256:HEX, as `detgate key hash` prints it")
+    return value
+
+
+def _nameless(value: SecretStr) -> SecretStr:
+    found = hashed(value.get_secret_value())
+    if found is not None and found.name is not None:
+        raise PydanticCustomError("hash", "takes no name before its hash")
+    return value
+
+
+def _sent(value: SecretStr) -> SecretStr:
+    if hashed(value.get_secret_value()) is not None:
+        raise PydanticCustomError("hash", "is sent to the replicas: it must be the key, not its hash")
+    return value
+
+
 def one_of(kind: str, names: Iterable[str], value: str) -> str:
     """`value` if it is one of `names`, else an error of pydantic's own kind for a choice."""
     expected = sorted(names)
@@ -97,6 +135,19 @@ def base_url(text: str) -> str:
     return f"{parts.scheme}://{parts.netloc.lower()}{path}"
 
 
+def _endpoint(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise PydanticCustomError("endpoint", "a URL is needed, such as http://collector:4318/v1/traces")
+    if parts.username is not None:
+        raise PydanticCustomError("endpoint", "holds credentials: put them into OTEL_EXPORTER_OTLP_HEADERS")
+    return text
+
+
 def _state(text: str) -> str:
     try:
         parts = urlsplit(text)
@@ -118,13 +169,18 @@ Seed = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, lt=2**63)]
 Count = Annotated[int, BeforeValidator(_no_truth), Field(ge=1)]
 Rank = Annotated[int, BeforeValidator(_no_truth), Field(ge=0)]
 Port = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, le=65535)]
+FixedPort = Annotated[int, BeforeValidator(_no_truth), Field(ge=1, le=65535)]
 Written = PlainSerializer(_written, when_used="json")
 Seconds = Annotated[float, BeforeValidator(_no_truth), Field(ge=0, allow_inf_nan=False), Written]
 Slack = Annotated[float, BeforeValidator(_slack), Written]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Key = Annotated[SecretStr, AfterValidator(_secret)]
 Url = Annotated[str, AfterValidator(base_url)]
-Keys = Annotated[tuple[Key, ...], BeforeValidator(_words)]
+File = Annotated[Path, "of one file"]
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+Keys = Annotated[tuple[Annotated[SecretStr, AfterValidator(_opening)], ...], BeforeValidator(_words)]
+AdminKey = Annotated[SecretStr, AfterValidator(_opening), AfterValidator(_nameless)]
+SentKey = Annotated[Key, AfterValidator(_sent)]
 State = Annotated[str, AfterValidator(_state), PlainSerializer(without_password, when_used="json")]
 Engine = Annotated[str, AfterValidator(lambda name: one_of("engine", engines.names(), name))]
 Profile = Literal["off", "balanced", "strict"]
@@ -215,12 +271,21 @@ class Replica(Section):
     dp_rank: Rank | None = Field(None, description="Data-parallel rank to pin, where a server has several.")
 
 
+class ReplicaTls(Section):
+    ca: File | None = Field(
+        None, description="PEM file of the authorities that replicas are believed by; null: the system's."
+    )
+    cert: File | None = Field(None, description="PEM file of the certificate that replicas are shown; null: none.")
+    key: File | None = Field(None, description="PEM file of its key; null: it is in `cert`.")
+
+
 class Pool(Section):
     name: Name = Field(description="Stable name, unique.")
     engine: Engine = Field(description="What the replicas run: vllm, sglang, or openai for any other server.")
     role: Literal["generate", "reward"] = Field("generate", description="Whether the replicas sample or score.")
     models: tuple[str, ...] = Field((), description="Models served; none listed: what the replicas say.")
-    api_key: Key | None = Field(None, description="Sent to the replicas in place of the client's own key.")
+    api_key: SentKey | None = Field(None, description="Sent to the replicas in place of the client's own key.")
+    tls: ReplicaTls = Field(ReplicaTls(), description="How `https://` replicas are believed, and what they are shown.")
     lane: Lane = Field(Lane(), description="Bound of what is in flight.")
     deterministic: Literal["probe", "declared"] = Field(
         "probe",
@@ -300,11 +365,29 @@ class Health(Section):
 class Auth(Section):
     api_keys: Keys = Field(
         (),
-        description="Keys that open the data plane: a list, or a text with spaces or commas; none: open.",
+        description="Keys that open the data plane, or hashes of them, `[NAME=]sha256:HEX`: a list, or a text with"
+        " spaces or commas; none: open.",
     )
-    admin_key: Key | None = Field(
+    admin_key: AdminKey | None = Field(
         None, description="Key of the admin routes; none: open on a loopback bind, closed on any other."
     )
+
+
+class Tls(Section):
+    cert: File | None = Field(None, description="PEM file of the gateway's certificate and its chain; null: no TLS.")
+    key: File | None = Field(None, description="PEM file of its key; null: it is in `cert`.")
+    client_ca: File | None = Field(
+        None, description="PEM file of the authorities whose certificate every client must show; null: none need one."
+    )
+
+
+class Tracing(Section):
+    endpoint: Endpoint | None = Field(
+        None,
+        description="Where spans go by OTLP over HTTP, as in http://collector:4318/v1/traces; null: none are made."
+        " Needs the extra `otel`.",
+    )
+    queue: Count = Field(2048, description="Spans that wait to be exported; past it they are dropped.")
 
 
 class Guards(Section):

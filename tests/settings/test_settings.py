@@ -37,6 +37,8 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         "state": "memory",
         "host": "127.0.0.1",
         "port": 8000,
+        "admin_port": None,
+        "admin_host": None,
         "workers": 1,
         "insecure": False,
         "ledger": {
@@ -61,6 +63,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
             "sessions": 100000,
             "scopes": 20000,
             "runs": 64,
+            "readings": 2,
             "attempts": 3,
         },
         "timeouts": {
@@ -76,6 +79,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
             "client_write": 60,
             "store": 2,
             "gateway": 10,
+            "reading": 60,
             "run": 2592000,
             "head": 30,
             "body": 60,
@@ -85,7 +89,9 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         "health": {"interval": 2, "timeout": 10, "failures": 3, "breaks": 5, "successes": 2},
         "auth": {"api_keys": [], "admin_key": None},
         "guards": {"shared_seed": "warn", "clones": "warn", "clone_tokens": 2},
+        "tls": {"cert": None, "key": None, "client_ca": None},
         "log": {"level": "info", "format": "auto"},
+        "tracing": {"endpoint": None, "queue": 2048},
         "pools": [],
     }
 
