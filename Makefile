@@ -6,7 +6,7 @@ ARGS ?=
 PYTEST_ARGS ?= -n auto
 
 .DEFAULT_GOAL := help
-.PHONY: help simulate simulate-bugs test-kill test-soak run test lint lock vectors sim-routing test-vllm test-sglang test-streams test-redis test-image test-langchain test-fronts clean
+.PHONY: help simulate simulate-bugs test-kill test-soak run test lint lock vectors bench bench-check sim-routing test-vllm test-sglang test-streams test-redis test-image test-langchain test-fronts clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -25,6 +25,12 @@ lint: $(VENV)/dev.stamp ## linters, types and layers alone
 
 vectors: ## golden vectors checked by a second implementation, in Node
 	node tests/vectors/check.mjs
+
+bench: $(VENV)/dev.stamp ## what a request costs beside nginx; ARGS="--url http://127.0.0.1:8000 --pid 4711 --name other" for another gateway
+	$(BIN)/python -m tests.bench $(ARGS)
+
+bench-check: $(VENV)/dev.stamp ## whether a request still costs about what it did, in units of nginx; ARGS=--planted tries a doubling
+	$(BIN)/python -m tests.bench check $(ARGS)
 
 sim-routing: $(VENV)/run.stamp ## what routing.slack costs and buys; ARGS="--replicas 8 --in-flight 512" for another fleet
 	$(BIN)/python -m tests.routing_simulation $(or $(ARGS),--plot docs/images/routing.svg)
