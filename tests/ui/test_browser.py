@@ -18,6 +18,9 @@ from tests.ui.test_site import HOSTILE, ask
 
 KEY = "admin key"
 
+CHANGED: dict[tuple[str, int], dict[str, Any]] = {("2:0", 0): {"answer": "other"}, ("7:0", 1): {"seed": 7}}
+"""What is not the same in run b."""
+
 PAGES = {
     "replicas": "",
     "lanes": "lanes",
@@ -70,7 +73,7 @@ async def stage(ledger: Path, **settings: Any) -> AsyncIterator[Gate]:
             for run in "ab":
                 folder = gate.ledger / run
                 turns = [(f"{task}:0", turn) for task in range(30) for turn in (0, 1)]
-                changed = {("2:0", 0): {"answer": "other"}, ("7:0", 1): {"seed": 7}} if run == "b" else {}
+                changed = CHANGED if run == "b" else {}
                 records = [request(*turn, run=run, **changed.get(turn, {})) for turn in turns]
                 hostile = request(HOSTILE, 0, run=run, racing=True, answer=f"{HOSTILE}{run}", replica="policy-1")
                 write(folder, *records, hostile)
@@ -79,7 +82,7 @@ async def stage(ledger: Path, **settings: Any) -> AsyncIterator[Gate]:
 
 async def stops(tab: Tab, name: str, most: int = 40) -> list[dict[str, Any]]:
     """Press Tab until that element is reached; where the focus was on the way."""
-    found = []
+    found: list[dict[str, Any]] = []
     while not found or found[-1]["name"] != name:
         assert len(found) < most, (name, found)
         await tab.press("Tab")

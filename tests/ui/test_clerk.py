@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import orjson
 import pytest
 
 from gateway.core.errors import Busy, CallerFault, NotFound
@@ -56,7 +60,8 @@ async def test_more_than_the_limit_are_refused_and_one_that_is_given_up_leaves_n
     assert refused.value.code == "readings_full"
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await waiting
+        async with asyncio.timeout(30):
+            await waiting
     assert reader.reading == 0
     with pytest.raises(OSError, match="No such device"):
         os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)  # nobody reads it any more
@@ -72,3 +77,10 @@ async def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:
         await reader.ask("requests", folder=str(fifo.parent), session=None, after=None)
     assert late.value.code == "reading_late"
     assert reader.reading == 0
+
+
+def test_a_process_whose_gateway_has_died_ends_itself(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "1-1.jsonl")
+    question = orjson.dumps(["requests", {"folder": str(tmp_path), "session": None, "after": None}, 0.2])
+    ran = subprocess.run([sys.executable, "-m", "gateway.ui.reading"], input=question, timeout=60)
+    assert ran.returncode == -signal.SIGALRM

@@ -90,7 +90,7 @@ def test_a_page_takes_no_more_memory_of_a_longer_run(tmp_path: Path) -> None:
 def test_what_is_long_is_cut_and_what_is_torn_is_left_out(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", request("s", 0, request_body="x" * 5000))
     with (folder / "1-1.jsonl").open("ab") as segment:
-        segment.write(b'{"event":"opened","session":"s"')
+        segment.write(orjson.dumps(request("t", 0)[0]))  # whole but for its end: the next moment may show it
     (told,) = requests(str(folder), None, None)["requests"]
     assert told["request_body"] == "x" * reading.TEXT + " … and 3,000 characters more"
 
