@@ -144,12 +144,12 @@ class Traced:
         if work.asked is not None:
             span.update_name(f"{self._method} {work.asked.route}")
         if outcome != "delivered":
-            _failed(span, error or outcome, server=work.answer.status == 0 or work.answer.status >= 500)
+            _failed(span, error or outcome, server=outcome != "abandoned" and not 400 <= work.answer.status < 500)
         span.end(time.time_ns())
 
 
 def _failed(span: Span, why: str, *, server: bool = True) -> None:
-    """What is the caller's own fault is told, and is no error of this server: the conventions want it so."""
+    """What is the caller's own doing is told, and is no error of this server: the conventions want it so."""
     span.set_attribute("error.type", why)
     if server:
         span.set_status(StatusCode.ERROR)

@@ -31,6 +31,8 @@ class Certificate:
         if stamp == self._stamp:
             return False
         self._stamp = stamp
+        # Tried first where it does no harm: half a pair would be shown too, and fit no handshake.
+        _show(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "tls.cert", self._cert, self._key)
         _show(self.context, "tls.cert", self._cert, self._key)
         return True
 

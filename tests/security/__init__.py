@@ -1,0 +1,1 @@
+"""What attackers may try, and what must not get out."""
