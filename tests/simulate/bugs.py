@@ -293,13 +293,29 @@ def a_seed_of_the_process(stack: ExitStack) -> None:
 
 @_bug
 def recorded_too_late(stack: ExitStack) -> None:
-    """What was claimed is written with what follows."""
+    """What was claimed is written when its answer is there."""
+    late: dict[tuple[Ledger, str, int], list[dict[str, Any]]] = {}
+    complete, closed = Ledger.complete, Ledger.closed
 
     def claimed(ledger: Ledger, record: dict[str, Any]) -> bool:
-        ledger._held += orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+        late.setdefault((ledger, record["identity"], record["index"]), []).append(record)
         return True
 
+    def write(ledger: Ledger, record: dict[str, Any]) -> None:
+        for each in late.pop((ledger, record["identity"], record["index"]), ()):
+            ledger._held += orjson.dumps(each, option=orjson.OPT_APPEND_NEWLINE)
+
+    def completing(ledger: Ledger, record: dict[str, Any]) -> None:
+        write(ledger, record)
+        complete(ledger, record)
+
+    def closing(ledger: Ledger, record: dict[str, Any]) -> None:
+        write(ledger, record)
+        closed(ledger, record)
+
     _patch(stack, Ledger, "claimed", claimed)
+    _patch(stack, Ledger, "complete", completing)
+    _patch(stack, Ledger, "closed", closing)
 
 
 @_bug

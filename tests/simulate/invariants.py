@@ -334,7 +334,7 @@ def ledger(view: _View) -> Iterator[str]:
         known: Any = told.member.gateway
         for other in view.told:
             ended += Counter(_place(end) for end in other.lost if end["gateway"] == known._store.gateway)
-        if not told.alive and (view.world.epochs_began or not view.world.members):
+        if not told.alive and not view.world.tells_of_the_dead:
             continue
         for place in begun:
             if begun[place] > ended[place]:

@@ -32,7 +32,6 @@ class Network:
     def __init__(self, loop: Loop, seed: int, trace: Trace) -> None:
         self.loop = loop
         self.trace = trace
-        self.slow = 1.0
         self._chance = random.Random(f"network {seed}")
         self._services: dict[str, Service] = {}
         self._stalls: dict[tuple[str, str], float] = {}
@@ -45,7 +44,7 @@ class Network:
     def latency(self) -> float:
         """Seconds that bytes take, mostly very few."""
         some = self._chance.random()
-        return 0.0002 + 0.002 * some * self.slow + (0.05 * some if some > 0.995 else 0.0)
+        return 0.0002 + 0.002 * some + (0.05 * some if some > 0.995 else 0.0)
 
     def arrives(self, source: str, target: str) -> float:
         """When what is sent now arrives."""
@@ -55,9 +54,11 @@ class Network:
         """What is sent from one host to another stays under way for so long."""
         self._stalls[source, target] = self.loop.time() + seconds
 
-    def heal(self) -> None:
-        """No stall begins any more."""
-        self._stalls.clear()
+    def hold(self, source: str, target: str, seconds: float) -> None:
+        """What is sent by the connections that there are stays under way for so long; others are not held."""
+        for end in self._ends:
+            if end.host == source and end.peer.host == target:
+                end.held_until = self.loop.time() + seconds
 
     async def connect(
         self, factory: Callable[[], asyncio.BaseProtocol], host: str, port: int
@@ -105,7 +106,7 @@ class End(asyncio.Transport):
         self.protocol: Any = protocol
         self._network = network
         self._loop = network.loop
-        self._last = 0.0
+        self._last = self.held_until = 0.0
         self._paused = False
         self._kept: list[bytes] = []
 
@@ -118,7 +119,7 @@ class End(asyncio.Transport):
         self._loop.call_at(self._next(), self.peer.lost, context=self.peer.process.context)
 
     def _next(self) -> float:
-        self._last = max(self._last, self._network.arrives(self.host, self.peer.host))
+        self._last = max(self._last, self.held_until, self._network.arrives(self.host, self.peer.host))
         return self._last
 
     def arrive(self, data: bytes) -> None:

@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -40,7 +40,10 @@ SPAN = 16.0
 """Seconds in which faults begin."""
 
 LEASE = 3.0
-REST = 30.0
+PATIENCE = 100.0
+"""Seconds in which every request must have ended."""
+
+REST = 20.0
 """Seconds in which all must come to rest when everybody was answered."""
 
 EPOCH = 1_800_000_000
@@ -157,6 +160,12 @@ class World:
         self.crashes = 0
         self.claims: list[Claimed] = []
         self.halted = False
+
+    @property
+    def tells_of_the_dead(self) -> bool:
+        """Whether who notices that a gateway is gone surely hears what that had: the store tells it once."""
+        deaf = re.compile("freeze|stall|cut|error|loss|flush")
+        return self.crashes == 1 and not any(deaf.search(fault) for fault in self.struck)
 
     @property
     def may_fence(self) -> bool:
@@ -292,6 +301,8 @@ class World:
             case "slow":
                 engine.slow = 4.0
                 self.loop.call_later(seconds, setattr, engine, "slow", 1.0)
+            case "stall-in" if fault.who % 2:
+                network.hold(name, "store", seconds)
             case "stall" | "stall-in" | "stall-out":
                 if fault.kind != "stall-out":
                     network.stall(name, "store", seconds)
@@ -370,7 +381,9 @@ class World:
         self.trace("ready")
         self.clients = Clients(self.loop, self.seed, self._ready, self._ask, self._sizes)
         striking = self.loop.create_task(self._strike(faults.plan(self.seed, SPAN)), name="faults")
-        await self.clients.run()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE):
+                await self.clients.run()
         await striking
         for request in self.clients.requests:
             self.trace(f"{request.name} {request.done} {[(each.outcome, each.status) for each in request.attempts]}")
