@@ -136,10 +136,15 @@ def engine(name: str) -> str:
             ", ".join(map(_field, handling.strays)) or "–",
             _fan_out(handling),
             _id(name, handling),
+            "–" if handling.salt is None else f"`{handling.salt}`",
+            "yes" if handling.priority else "–",
         )
         for path, handling in engines.load(name).ROUTES.items()
     )
-    return table(("route", "kind, role", "seed goes to", "seeds moved from", "parted by", "engine id in"), rows)
+    return table(
+        ("route", "kind, role", "seed goes to", "seeds moved from", "parted by", "engine id in", "salt in", "priority"),
+        rows,
+    )
 
 
 def _field(path: tuple[str, ...] | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -10,7 +11,7 @@ import pytest
 from gateway.core import seeds
 from gateway.evidence import ledgers
 from gateway.evidence.replay_plans import replay
-from tests.harness import FakeWorker, Gate, chat, gateway, pool
+from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
 from tests.sim.serving import serving
 
 MODEL = "sim-model"
@@ -117,6 +118,23 @@ async def test_segments_are_counted_whatever_the_order_of_the_session(order: str
         ]
         assert [each["x-detgate-segment"] for each in told] == ["1", "2"]
         assert len({each["x-detgate-seed"] for each in told}) == 2
+
+
+async def test_two_segments_of_a_sample_at_once_race_and_say_so() -> None:
+    both = asyncio.Event()
+
+    async def held(seen: Seen, reply: Reply) -> None:
+        if len(worker.seen) == 2:
+            both.set()
+        await both.wait()
+        reply.json(completion())
+
+    async with FakeWorker(held) as worker, gateway(pool("policy", worker.url)) as gate:
+        answers = await asyncio.gather(
+            *(post(gate, "/v1/chat/completions", chat(text), x_detgate_resume="17:3:0") for text in ("ab", "abc"))
+        )
+        assert {answer.headers["x-detgate-segment"] for answer in answers} == {"1", "2"}
+        assert all("racing" in answer.headers["x-detgate-guarantee"] for answer in answers)
 
 
 async def test_it_goes_to_the_replica_of_its_sample() -> None:

@@ -106,7 +106,7 @@ def _made(folder: Path) -> Path:
 
 
 def plot(with_gateway: Sequence[Run], without: Sequence[Run]) -> str:
-    """The reward of each step, above that of the first step of the first run."""
+    """The reward of each step, above the least of all."""
     least = min(min(run.rewards) for run in (*with_gateway, *without))
 
     def lines(runs: Sequence[Run], style: int) -> list[Line]:
