@@ -36,7 +36,7 @@ A reward:
 
   curl -s {url}/classify -H 'Content-Type: application/json' -d '{{"model": "{reward}", "input": "a good answer"}}'
 
-What it knows of its replicas: curl -s {url}/readyz    All of it, in a browser: {url}/ui/    CTRL-C ends it.
+What it knows of its replicas: curl -s {url}/readyz    CTRL-C ends it.
 """
 
 
@@ -68,6 +68,8 @@ async def _serve(flags: Mapping[str, Any], resume: bool, new_run: bool) -> None:
 
         async with gateway.running():
             await server.listen(lambda _: start(welcome(), "welcome"))
+        if server.interrupted:
+            raise KeyboardInterrupt
 
 
 def _pools(urls: list[str]) -> dict[str, Any]:

@@ -87,10 +87,6 @@ class AdminKey:
         """Whether a key is the admin key."""
         return self._digest is not None and hmac.compare_digest(self._digest, digest(key))
 
-    def seal(self, text: str) -> str:
-        """What nobody makes of a text who has neither the key nor its hash."""
-        return hmac.new(self._digest or b"", text.encode(), sha256).hexdigest()
-
     def check_host(self, host: str) -> None:
         """Raise `Forbidden` where no key is needed and the gateway was called by a name that is not this machine's.
 

@@ -104,6 +104,8 @@ async def _serve(
         await gateway.knows_its_world(wait)
         collect_rarely()
         await server.listen(ready)
+    if server.interrupted:
+        raise KeyboardInterrupt
 
 
 def collect_rarely() -> None:
@@ -164,6 +166,8 @@ class Server(uvicorn.Server):
         self.certificate = None if settings.tls.cert is None else Certificate(settings.tls)
         super().__init__(self._config(gateway.application, gateway, settings.host, settings.port))
         self._ready: Callable[[Gateway], object] | None = None
+        self.interrupted = False
+        """It was CTRL-C that ended it: whoever listened raises it again when all is closed."""
 
     def _config(self, application: Any, plane: Plane, host: str, port: int) -> uvicorn.Config:
         certificate = self.certificate
@@ -191,8 +195,9 @@ class Server(uvicorn.Server):
         try:
             with self.capture_signals():
                 await self._serve(self._sockets or None)
-                # Drained as asked: a SIGTERM is not raised again, so that the exit status is 0.
-                self._captured_signals = [sig for sig in self._captured_signals if sig != signal.SIGTERM]
+                # Not raised again: after SIGTERM the exit status is 0, and CTRL-C waits until the run is ended.
+                self.interrupted = signal.SIGINT in self._captured_signals
+                self._captured_signals = []
         finally:
             watch.cancel()
         if not self.started:

@@ -270,6 +270,8 @@ def test_demo_serves_and_gives_the_seed_that_seed_prints(tmp_path: Path, capsys:
             seed = answer.headers["X-Detgate-Seed"]
         demo.send_signal(signal.SIGINT)
         assert demo.wait(timeout=30) == 130
+    (run,) = tmp_path.glob("*/run.json")
+    assert json.loads(run.read_text())["state"] == "ended"
     assert main(["seed", "17:3", "0", "--seed", "7"]) == 0
     assert capsys.readouterr().out == f"{seed}\n"
 

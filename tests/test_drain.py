@@ -112,7 +112,7 @@ async def test_what_outlives_the_deadline_of_a_drain_ends_as_an_error(tmp_path: 
 
 
 @pytest.mark.parametrize("busy", [False, True])
-async def test_ctrl_c_ends_at_once_with_130(tmp_path: Path, busy: bool) -> None:
+async def test_ctrl_c_ends_at_once_with_130_and_the_run_with_it(tmp_path: Path, busy: bool) -> None:
     async with replica() as sim:
         async with serving(tmp_path, config(sim.url)) as gate, Wire(gate.port) as wire:
             if busy:
@@ -122,3 +122,5 @@ async def test_ctrl_c_ends_at_once_with_130(tmp_path: Path, busy: bool) -> None:
             if busy:
                 assert b"shutting_down" in await wire.broken_body()
             assert not any("Traceback" in line for line in gate.lines)
+    (run,) = (tmp_path / "ledger").glob("*/run.json")
+    assert json.loads(run.read_text())["state"] == "ended"
