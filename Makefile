@@ -6,7 +6,7 @@ ARGS ?=
 PYTEST_ARGS ?= -n auto
 
 .DEFAULT_GOAL := help
-.PHONY: help simulate simulate-bugs test-kill test-soak run test lint lock vectors bench bench-check sim-routing test-vllm test-sglang test-streams test-redis test-image test-langchain test-fronts clean
+.PHONY: help simulate simulate-bugs test-kill test-soak run test lint docs lock vectors bench bench-check sim-routing test-vllm test-sglang test-streams test-redis test-image test-langchain test-fronts clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -22,6 +22,9 @@ lint: $(VENV)/dev.stamp ## linters, types and layers alone
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/docs.stamp ## the site of the documents in build/site, its links and anchors checked
+	$(BIN)/zensical build --strict --clean
 
 vectors: ## golden vectors checked by a second implementation, in Node
 	node tests/vectors/check.mjs
@@ -80,9 +83,10 @@ COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gene
 
 lock: $(VENV)/dev.stamp ## pin what pyproject.toml asks for; ARGS=--upgrade takes newer releases
 	$(COMPILE) pyproject.toml --extra redis --output-file requirements/lock.txt
-	$(COMPILE) pyproject.toml --extra redis --extra dev --constraint requirements/lock.txt \
+	$(COMPILE) pyproject.toml --extra redis --extra docs --extra dev --constraint requirements/lock.txt \
 		--output-file requirements/dev.txt
 	$(COMPILE) requirements/langchain.in --constraint requirements/dev.txt --output-file requirements/langchain.txt
+	$(COMPILE) requirements/docs.in --constraint requirements/dev.txt --output-file requirements/docs.txt
 	$(COMPILE) requirements/build.in --constraint requirements/dev.txt --output-file requirements/build.txt
 
 clean: ## remove the environment and every cache
@@ -102,6 +106,10 @@ EDITABLE = $(INSTALL) --no-deps --no-build-isolation --editable .
 $(VENV)/run.stamp: requirements/lock.txt requirements/build.txt pyproject.toml | $(BIN)/python
 	$(INSTALL) --require-hashes -r requirements/build.txt -r requirements/lock.txt
 	$(EDITABLE)
+	@touch $@
+
+$(VENV)/docs.stamp: requirements/docs.txt | $(BIN)/python
+	$(INSTALL) --require-hashes -r requirements/docs.txt
 	@touch $@
 
 $(VENV)/dev.stamp: requirements/dev.txt requirements/build.txt pyproject.toml | $(BIN)/python

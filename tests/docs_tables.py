@@ -8,14 +8,18 @@ to show.
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import httpx
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -23,8 +27,10 @@ from pydantic_core import PydanticUndefined
 
 from gateway import engines, launch, schemes
 from gateway.assembly import Gateway
+from gateway.cli import _parser
 from gateway.core import seeds
 from gateway.core.types import Handling
+from gateway.routes import API_OF
 from gateway.settings import Settings, schema
 from tests import matrix
 from tests.timelines import TIMELINES
@@ -195,6 +201,12 @@ def metrics(_: str) -> str:
 
 def exported() -> list[Any]:
     """The metric families of a gateway."""
+    with _gateway() as gateway:
+        return list(gateway.telemetry.collect())
+
+
+@contextmanager
+def _gateway() -> Iterator[Gateway]:
     replicas = [{"name": "policy-0", "url": "http://127.0.0.1:1"}]
     with TemporaryDirectory() as folder:
         settings = Settings.load(
@@ -207,7 +219,7 @@ def exported() -> list[Any]:
         )
         gateway = Gateway(settings)
         try:
-            return list(gateway.telemetry.collect())
+            yield gateway
         finally:
             gateway.runs.close()
 
@@ -225,6 +237,55 @@ def alerts(_: str) -> str:
         (f"`{rule['alert']}`", rule["labels"]["severity"], rule["annotations"]["summary"]) for rule in group["rules"]
     )
     return table(("alert", "severity", "says"), rows)
+
+
+# --- commands and routes
+
+
+def commands(_: str) -> str:
+    """Every command with its arguments."""
+    return "\n\n".join(_command("detgate", _parser(), ""))
+
+
+def _command(name: str, parser: argparse.ArgumentParser, text: str) -> Iterator[str]:
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if text:
+        yield f"## {name}\n{text[0].upper()}{text[1:]}."
+        if rows := [_argument(action) for action in parser._actions if action not in below and action.dest != "help"]:
+            yield table(("argument", "value", "meaning"), rows)
+    for action in below:
+        # Commands without a help text are not for people.
+        for choice in action._choices_actions:
+            yield from _command(f"{name} {choice.dest}", action.choices[choice.dest], choice.help or "")
+
+
+def _argument(action: argparse.Action) -> tuple[str, str, str]:
+    names = ", ".join(f"`{flag}`" for flag in action.option_strings) or f"`{action.metavar or action.dest}`"
+    values = "–"
+    if action.choices is not None:
+        values = ", ".join(f"`{choice}`" for choice in action.choices)
+    elif action.nargs != 0 and action.option_strings and not isinstance(action, argparse.BooleanOptionalAction):
+        values = f"{action.metavar or action.dest.upper()}{' …' if action.nargs == '+' else ''}"
+    return names, values, action.help or ""
+
+
+def api(_: str) -> str:
+    """The routes of the control plane."""
+    with _gateway() as gateway:
+        described = asyncio.run(_described(gateway))
+    rows = (
+        (f"`{method.upper()} {path}`", told["summary"])
+        for path, methods in described["paths"].items()
+        if path not in API_OF
+        for method, told in methods.items()
+    )
+    return table(("route", "what"), rows)
+
+
+async def _described(gateway: Gateway) -> Any:
+    transport = httpx.ASGITransport(app=gateway.application)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        return (await http.get("/openapi.json")).json()
 
 
 # --- launch profiles
@@ -270,6 +331,15 @@ def samples(seed: str) -> str:
     return table(("sample", "seed"), ((str(number), f"`{drawn}`") for number, drawn in enumerate(found)))
 
 
+# --- decisions
+
+
+def decisions(_: str) -> str:
+    """All decisions, by their headings."""
+    files = sorted((DOCS / "decisions").glob("0*.md"))
+    return "\n".join(f"- [{file.read_text().splitlines()[0].removeprefix('# ')}]({file.name})" for file in files)
+
+
 # --- timelines
 
 
@@ -294,9 +364,12 @@ PARTS: dict[str, Callable[[str], str]] = {
     "metrics": metrics,
     "labels": labels,
     "alerts": alerts,
+    "commands": commands,
+    "api": api,
     "launch": launched,
     "vectors": vectors,
     "samples": samples,
+    "decisions": decisions,
     "timeline": timeline,
 }
 
@@ -304,6 +377,7 @@ PARTS: dict[str, Callable[[str], str]] = {
 def documents() -> Iterator[Path]:
     """All documents for people, README first."""
     yield ROOT / "README.md"
+    yield ROOT / "README.zh.md"
     yield from sorted(DOCS.rglob("*.md"))
 
 
