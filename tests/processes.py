@@ -57,13 +57,13 @@ class Process:
 
 
 @asynccontextmanager
-async def serving(folder: Path, text: str) -> AsyncIterator[Process]:
-    """`detgate serve` as a process, ready."""
+async def serving(folder: Path, text: str, *flags: str) -> AsyncIterator[Process]:
+    """`detgate serve` as a process, ready. `text` is its file; `flags` are added to its command."""
     port = ports.free()
     file = folder / "gateway.yaml"
     file.write_text(text)
     env = {name: value for name, value in os.environ.items() if not name.startswith("DETGATE_")}
-    arguments = ["serve", "--config", str(file), "--port", str(port), "--ledger", str(folder / "ledger")]
+    arguments = ["serve", "--config", str(file), "--port", str(port), "--ledger", str(folder / "ledger"), *flags]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "gateway", *arguments), stderr=asyncio.subprocess.PIPE, env=env
     )

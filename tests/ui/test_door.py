@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway import keys
 from gateway.ui import door
 from tests.harness import FakeWorker, Gate, gateway, pool
 
@@ -96,16 +95,6 @@ async def test_a_cookie_is_good_until_it_says_so_and_cannot_be_made_without_the_
     async with FakeWorker() as worker, gateway(pool("policy", worker.url), auth={"admin_key": "another"}) as gate:
         monkeypatch.undo()
         assert (await gate.http.get("/ui/", headers={"cookie": f"{door.COOKIE}={good}"})).status_code == 401
-
-
-async def test_gateways_that_keep_the_key_or_its_hash_know_each_others_visitors() -> None:
-    async with FakeWorker() as worker:
-        async with gateway(pool("policy", worker.url), auth={"admin_key": KEY}) as gate:
-            given = cookie(await login(gate)).value
-        async with gateway(pool("policy", worker.url), auth={"admin_key": keys.entry(KEY)}) as gate:
-            assert (await gate.http.get("/ui/", headers={"cookie": f"{door.COOKIE}={given}"})).status_code == 200
-            assert (await login(gate)).status_code == 303
-            assert (await login(gate, keys.entry(KEY))).status_code == 401
 
 
 async def test_the_cookie_stays_on_tls_where_it_was_given_there() -> None:
