@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from urllib.parse import quote
 
+from gateway.ui import runs as run_parts
 from tests.evidence.ledger import request, write
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
 from tests.ui.test_html import Read
@@ -56,6 +57,32 @@ async def test_replicas_their_state_load_and_findings_are_told() -> None:
                 assert finding["mend"] is None or finding["mend"] in text
             release.set()
             await running
+
+
+async def test_what_keeps_a_pool_from_serving_is_told() -> None:
+    async with FakeWorker() as worker, FakeWorker() as other, gateway(pool("policy", worker.url, other.url)) as gate:
+        await gate.http.post("/admin/pools/policy/replicas/policy-1/drain")
+        await gate.http.post("/admin/weights", json={"version": "<u>step-1"})
+        await gate.http.post("/admin/weights/pause")
+        of_pool = gate.gateway.fleet.pools["policy"]
+        of_pool.contradicts = "it draws its own seeds"
+        of_pool.replicas["policy-0"].fingerprint = "another"
+        text = (await read(gate, "")).text
+        assert "▲ draining" in text
+        assert "Weights<u>step-1 ▲ paused" in text
+        assert "✕ would be refused" in text
+        assert "another ✕ changed" in text
+
+
+def test_whose_records_are_elsewhere_is_told() -> None:
+    told = {"sessions": [], "requests": [], "next": None, "gateways": ["here"]}
+    for parts in (
+        run_parts.sessions(told, "r", False, {"here", "<u>there"}),
+        run_parts.requests(told, "r", None, True, {"here", "<u>there"}),
+    ):
+        assert "▲ Not all is here: elsewhere are the records of <u>there." in Read("".join(parts)).text
+    for parts in (run_parts.sessions(told, "r", False, ["here"]), run_parts.requests(told, "r", None, True, [])):
+        assert "elsewhere" not in "".join(parts)
 
 
 async def test_lanes_are_told_by_the_names_of_who_waits() -> None:
