@@ -15,6 +15,7 @@ import yaml
 
 from gateway.cli import main
 from gateway.evidence import recorded as recording
+from gateway.evidence import replay_plans
 from gateway.evidence.ledgers import Unusable, find
 from gateway.evidence.replay_requests import Failed, Notes, Target, send
 from gateway.sim import SimServer, SimSettings
@@ -30,13 +31,17 @@ SAME: dict[str, Any] = {"sim": {"prefix_cache": False}, "routing": {"slack": "in
 async def varied(gate: Gate) -> None:
     """A run of everything that a replay must bring back."""
     await converse(gate, "3:0", TALK)
+    for text in ("And", "And on"):
+        await ask(gate, "3:0", text, {"X-Detgate-Resume": "3:0:1"})
     await ask(gate, "physical", "hi", {"X-Detgate-Identity": "3:1"})
     await asyncio.gather(*[ask(gate, "tree", f"branch {n // 2}", {"X-Index-Order": "content"}) for n in range(4)])
     await asyncio.gather(*[ask(gate, "raced", f"sibling {n}") for n in range(3)])
     for number in (4, 1):
         await ask(gate, "numbers", f"number {number}", {"X-Request-Index": str(number)})
     await ask(gate, "keys", "keyed", {"Idempotency-Key": "k"})
-    await gate.http.post("/v1/chat/completions", json=chat("of no session", max_tokens=4))
+    first = await gate.http.post(CHAT, json=chat("of no session", max_tokens=4))
+    resumed = {"X-Detgate-Resume": first.headers["x-detgate-request-id"]}
+    await gate.http.post(CHAT, json=chat("of no session, gone on", max_tokens=4), headers=resumed)
     await ask(gate, "streams", "hi", stream=True)
     for wanted in ({"identity": "eval", "seed": 9}, {"identity": "eval"}, {"identity": "task", "group_size": 2}):
         created = (await gate.http.post("/sessions", json=wanted)).json()
@@ -65,9 +70,11 @@ async def again(folder: Path, gate: Gate, run: str = "b", **target: Any) -> Any:
 async def test_a_run_sent_again_is_equal(tmp_path: Path) -> None:
     async with recorded(tmp_path, "a", **SAME) as (gate, _):
         await varied(gate)
+    planned = replay_plans.replay(find("a", tmp_path))
+    assert (planned.requests, planned.different) == (27, 0), planned.deviations
     async with recorded(tmp_path, "own", **SAME) as (gate, servers):
         found = await again(tmp_path, gate)
-        assert (found.equal, found.compared, found.skipped) == (True, 24, 0), found.kept
+        assert (found.equal, found.compared, found.skipped) == (True, 27, 0), found.kept
         for run in "ab":
             records = _records(tmp_path / run)
             assert [record["key"] for record in records if record.get("key")] == ["k"]
@@ -75,7 +82,7 @@ async def test_a_run_sent_again_is_equal(tmp_path: Path) -> None:
             assert ended == ["eval", "eval-1", "task:0", "task:1"]
         before = asked(*servers)
         assert (await again(tmp_path, gate)).equal
-        assert asked(*servers) == before == 24
+        assert asked(*servers) == before == 27
     assert not (tmp_path / "notes.json").exists()
 
 
