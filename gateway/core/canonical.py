@@ -95,6 +95,8 @@ def varies(document: Document) -> bool:
     """Whether the bytes may hold what is invented anew in each run, so that only the content tells two runs alike."""
     if not _CLIENTS_OWN.isdisjoint(document.value):
         return True
+    if all(map(_simple, document.value, document.value.values())):
+        return False
     raw = document.raw
     return b'call_id"' in raw or b'"tool_calls"' in raw or b'tool_use"' in raw or b'"previous_response_id"' in raw
 
@@ -154,18 +156,23 @@ def _plain(document: Document) -> dict[str, Any] | None:
             literal = document.literal((name,))
             assert literal is not None
             value = _number(literal.decode())
-        elif kind is list:
-            if name != "messages":
-                return None
-            for turn in value:
-                if type(turn) is not dict or len(turn) != 2 or type(turn.get("content")) is not str:
-                    return None
-                if type(turn.get("role")) is not str:
-                    return None
-        elif kind is dict or name == "previous_response_id":
+        elif not _simple(name, value):
             return None
         body[name] = value
     return body
+
+
+def _simple(name: str, value: Any) -> bool:
+    """Whether a field of a body is a text, a number or turns of one text each, and so holds no invented id."""
+    kind = type(value)
+    if kind is list and name == "messages":
+        for turn in value:
+            if type(turn) is not dict or len(turn) != 2 or type(turn.get("content")) is not str:
+                return False
+            if type(turn.get("role")) is not str:
+                return False
+        return True
+    return kind is not list and kind is not dict and name != "previous_response_id"
 
 
 def _exact(document: Document) -> dict[str, Any]:

@@ -29,6 +29,10 @@ _NESTING = b'"[{'
 _SCALAR = re.compile(rb"[^\s,\]}]+")
 _SCALAR_VALUE = re.compile(rb'\s*:\s*([^\s,\]}"\[{]+)')
 """A value that is no string, list or object, behind the colon of its key."""
+_LAST_MEMBERS = re.compile(rb'\s*:\s*([^\s,\]}"\[{]+)[^\\\[\]{}]*\}\s*')
+"""A scalar value, and what follows it to the end of the one object that it is in."""
+_TAIL = 1024
+"""Bytes at the end of a long body in which a field is looked for before the whole is scanned."""
 _KEY = re.compile(rb'[\s,]*(?=")')
 _COLON = re.compile(rb"\s*:\s*")
 _COMMA = re.compile(rb"[\s,]*")
@@ -138,6 +142,8 @@ class Document:
             if type(value) is not dict or name not in value:
                 return None
             value = value[name]
+        if len(self.raw) > _SEARCHED and len(path) == 1 and (found := self._at_the_end(name)) is not None:
+            return found
         place = self._place(name)
         if place is not None and (match := _SCALAR_VALUE.match(self.raw, place + len(name) + 2)) is not None:
             return match[1]
@@ -281,6 +287,15 @@ class Document:
                 place = first
         places[name] = place
         return place
+
+    def _at_the_end(self, name: str) -> bytes | None:
+        """The literal of a field of a long body, if it is a scalar behind which there are only others; else None."""
+        raw, quoted = self.raw, _plainly_quoted(name)
+        place = raw.rfind(quoted, -_TAIL) if quoted else -1
+        if place < 0 or raw[place - 1] == 0x5C:
+            return None
+        match = _LAST_MEMBERS.fullmatch(raw, place + len(quoted))
+        return None if match is None else match[1]
 
     def _escaped(self) -> bool:
         """True if a letter, digit or underscore of a key may be written as an escape."""

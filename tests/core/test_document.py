@@ -378,3 +378,28 @@ def test_many_edits_of_a_deep_body_need_no_recursion_by_depth() -> None:
     deep = b"[" * 1_000 + b"]" * 1_000
     raw = b'{"a": ' + deep + b', "seed": 1, "x": {"seed": 2}}'
     assert Document(raw).edited([Set(("seed",), b"5")]) == raw.replace(b'"seed": 1', b'"seed": 5')
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("body", "literal"),
+    [
+        (f'{{"t": "{LONG}", "a": 1.50}}', b"1.50"),
+        (f'{{"t": "{LONG}", "a" : 1.5 , "b": "a", "c": null }}\n', b"1.5"),
+        (f'{{"a": 1, "t": "{LONG}", "a": 2.0}}', b"2.0"),
+        (f'{{"a": 1.5, "t": "{LONG}"}}', b"1.5"),
+        (f'{{"a": 1.5, "t": "{LONG}", "o": {{"a": 2}}}}', b"1.5"),
+        (f'{{"a": 1.5, "t": "{LONG}", "o": [{{"a": 2}}]}}', b"1.5"),
+        (f'{{"a": 1.5, "t": "{LONG}", "s": "\\"a\\": 3"}}', b"1.5"),
+        (f'{{"a": 1.5, "t": "{LONG}", "x\\"a": 3}}', b"1.5"),
+        (f'{{"a": 1.5, "t": "{LONG}", "s": "a"}}', b"1.5"),
+        (f'{{"a": 1.5, "t": "{LONG}", "a": 2, "\\u0061": 3}}', b"3"),
+        (f'{{"t": "{LONG}", "a": 2, "s": "}}"}}', b"2"),
+        (f'{{"t": "{LONG}", "a": "1"}}', b'"1"'),
+        (f'{{"t": "{LONG}", "a": [1]}}', b"[1]"),
+    ],
+)
+def test_a_field_of_a_long_body_is_found_wherever_it_stands(body: str, literal: bytes) -> None:
+    assert Document(body.encode()).literal(("a",)) == literal
