@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
 from gateway.core.ordering import Rank, canonical, submitted
-from gateway.ledger.writer import Mark
+
+if TYPE_CHECKING:  # Loading it takes longer than a page of a run takes to be read.
+    from gateway.ledger.writer import Mark
 
 BLOCK = 65536
 """Bytes that are handed over at once."""
