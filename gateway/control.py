@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -99,12 +100,45 @@ def build(
 
     def openapi() -> dict[str, Any]:
         described = describe()
+        for path, operations in described["paths"].items():
+            for operation in operations.values():
+                _complete(path, operation)
         for route in API_OF:
             described["paths"].setdefault(route, _DATA_PLANE)
         return described
 
     app.openapi = openapi  # type: ignore[method-assign]
     return app
+
+
+def _complete(path: str, operation: dict[str, Any]) -> None:
+    """Add to an operation's description what its function does not show: ids in the path, errors, other types."""
+    told = operation.setdefault("parameters", [])
+    named = {each["name"] for each in told if each["in"] == "path"}
+    text = {"type": "string", "minLength": 1}
+    for name in re.findall(r"{(\w+)}", path):
+        if name not in named:
+            told.append({"name": name, "in": "path", "required": True, "schema": text})
+    responses = operation["responses"]
+    responses.pop("422", None)
+    responses["default"] = {"description": "An error object", "content": {"application/json": {}}}
+    media = _MEDIA.get(path) or _MEDIA.get(path.rpartition("/")[2])
+    if media is not None:
+        responses["200"]["content"] = {media: {}}
+
+
+def _allowed(app: FastAPI, path: str) -> str:
+    """The methods that a path takes."""
+    taken = (
+        operations
+        for template, operations in app.openapi()["paths"].items()
+        if re.fullmatch(re.sub(r"{\w+}", "[^/]+", template), path)
+    )
+    return ", ".join(sorted({method.upper() for operations in taken for method in operations}))
+
+
+_MEDIA = {"/metrics": "text/plain", "requests": "application/x-ndjson"}
+"""Types of answers other than JSON, by path or its last part."""
 
 
 _BY_ID = (b"/sessions/", b"/groups/", b"/runs/")
@@ -190,7 +224,8 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         if error.status_code == 405:
-            return refusal(WrongMethod(f"{request.url.path} does not take {request.method}."))
+            path = request.url.path
+            return refusal(WrongMethod(f"{path} does not take {request.method}.", _allowed(app, path)))
         if error.status_code == 404:
             return refusal(NotFound(f"There is no route {request.url.path} here.", code="route_not_found"))
         return refusal(CallerFault(str(error.detail)))

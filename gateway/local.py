@@ -37,7 +37,7 @@ class Local:
         """
         method = "POST" if route == _ABORT else "GET"
         if request.method != method:
-            raise WrongMethod(f"{route} takes {method}, not {request.method}.")
+            raise WrongMethod(f"{route} takes {method}, not {request.method}.", method)
         if route == _ABORT:
             await self._abort(request.body, session)
             client.reply(200, _JSON, b"{}")

@@ -36,7 +36,8 @@ class Reader:
             route, model if type(model) is str else None, None if wanted is None else wanted.decode("latin-1")
         )
         if request.method not in handling.methods:
-            raise WrongMethod(f"{route} takes {' or '.join(handling.methods)}, not {request.method}.")
+            told = f"{route} takes {' or '.join(handling.methods)}, not {request.method}."
+            raise WrongMethod(told, ", ".join(handling.methods))
         wish = plan.Wish()
         if handling.computes and not self._off:
             if self._choosy:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import httptools
@@ -426,8 +427,9 @@ class Carrier(HttpToolsProtocol):
             self.transport.close()
             return
         self._deaf, self._phase, self._since = True, ENDING, self.loop.time()
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
+        with suppress(OSError):  # the client has reset it
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
 
     # --- refusing
     def _too_large(self) -> TooLarge:

@@ -61,8 +61,14 @@ class ModelNotFound(NotFound):
 
 
 class WrongMethod(CallerFault):
+    """`allow`: the methods that are taken."""
+
     status = 405
     code = "method_not_allowed"
+
+    def __init__(self, message: str, allow: str) -> None:
+        super().__init__(message)
+        self.allow = allow
 
 
 class Conflict(CallerFault):

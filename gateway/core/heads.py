@@ -68,7 +68,7 @@ def check(method: bytes, version: str, headers: Headers, by_name: dict[bytes, by
     elif version != "1.0":
         raise _VersionUnsupported(f"HTTP/{version} is not spoken here. Use HTTP/1.1.")
     if method == b"CONNECT":
-        raise WrongMethod("This is no proxy: it opens no tunnels.")
+        raise WrongMethod("This is no proxy: it opens no tunnels.", "GET, POST, DELETE")
     if (coding := by_name.get(b"transfer-encoding")) is not None:
         _check_coding(version, coding, headers)
     if len(by_name) != len(headers):

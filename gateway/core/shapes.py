@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from gateway.core.errors import Fault
+from gateway.core.errors import Fault, WrongMethod
 from gateway.core.types import Api, Headers
 
 _ANTHROPIC_TYPES: Mapping[int, str] = {
@@ -56,6 +56,8 @@ def error_headers(fault: Fault) -> Headers:
     headers = [(b"content-type", b"application/json")]
     if fault.retry_after is not None:
         headers.append((b"retry-after", b"%d" % fault.retry_after))
+    if isinstance(fault, WrongMethod):
+        headers.append((b"allow", fault.allow.encode()))
     if fault.retry is False:
         headers.append((b"x-should-retry", b"false"))
     return headers

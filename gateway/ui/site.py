@@ -190,7 +190,7 @@ def _fault(request: Request, error: Exception) -> Fault:
         return error
     if isinstance(error, HTTPException):
         if error.status_code == 405:
-            return WrongMethod(f"This page does not take {request.method}.")
+            return WrongMethod(f"This page does not take {request.method}.", (error.headers or {}).get("Allow", ""))
         return NotFound("There is no such page.", code="route_not_found")
     return Fault("The gateway failed; its log says why.")
 
