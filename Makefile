@@ -6,7 +6,7 @@ ARGS ?=
 PYTEST_ARGS ?= -n auto
 
 .DEFAULT_GOAL := help
-.PHONY: help simulate simulate-bugs test-kill test-soak run test lint docs lock vectors bench bench-check sim-routing test-vllm test-sglang test-streams test-redis test-image test-langchain test-fronts clean
+.PHONY: help simulate simulate-bugs test-kill test-soak run test lint docs lock vectors bench bench-check sim-routing test-vllm test-sglang test-streams test-redis test-image test-langchain conformance fuzz test-fronts clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -60,6 +60,12 @@ simulate-bugs: $(VENV)/dev.stamp ## a seed for each planted bug, searched anew
 
 test-streams: $(VENV)/dev.stamp ## 2,000 streams through one process while it says that it lives
 	STREAMS=2000 $(BIN)/python -m pytest tests/test_capacity.py -s $(ARGS)
+
+conformance: $(VENV)/dev.stamp ## public HTTP suites, fetched: all, or ARGS="h1spec slowhttptest"; docs/security.md names them
+	$(BIN)/python -m tests.conformance $(ARGS)
+
+fuzz: $(VENV)/dev.stamp ## bodies, streams and ledgers fuzzed by atheris, a minute each; ARGS="document --seconds 600" for one, longer
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 test-fronts: $(VENV)/dev.stamp ## 10,000 fuzzed requests through nginx and HAProxy, and straight; ARGS="--seed 2" for others
 	$(BIN)/python -m tests.hostile.fronts $(ARGS)
