@@ -55,6 +55,8 @@ function samples({ seed, n }) {
   return found.map(String);
 }
 
+const segment = ({ seed, sample, number }) => String(derived("detgate-segment-v1", seed, sample, number));
+
 // Ids: gateway/core/ids.py
 
 function percent(text) {
@@ -193,6 +195,7 @@ function content(vector) {
 
 const claims = {
   "samples.json": { seeds: samples },
+  "segments.json": { segment },
   "ids.json": { request_id: requestId, engine_id: engineId },
   "content.json": { form, digest: content },
   "routing.json": { score },

@@ -34,7 +34,13 @@ def test_it_finds_a_wrong_vector(file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "vectors"
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     vectors = json.loads((folder / file).read_text())
-    names = {"samples.json": "seeds", "ids.json": "engine_id", "content.json": "digest", "routing.json": "score"}
+    names = {
+        "segments.json": "segment",
+        "samples.json": "seeds",
+        "ids.json": "engine_id",
+        "content.json": "digest",
+        "routing.json": "score",
+    }
     name = names.get(file.name, "seed")
     vectors[0][name] = vectors[1][name]
     (folder / file).write_text(json.dumps(vectors))
