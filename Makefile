@@ -88,8 +88,8 @@ COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gene
 	--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' $(ARGS)
 
 lock: $(VENV)/dev.stamp ## pin what pyproject.toml asks for; ARGS=--upgrade takes newer releases
-	$(COMPILE) pyproject.toml --extra redis --output-file requirements/lock.txt
-	$(COMPILE) pyproject.toml --extra redis --extra docs --extra dev --constraint requirements/lock.txt \
+	$(COMPILE) pyproject.toml --extra redis --extra otel --output-file requirements/lock.txt
+	$(COMPILE) pyproject.toml --extra redis --extra otel --extra docs --extra dev --constraint requirements/lock.txt \
 		--output-file requirements/dev.txt
 	$(COMPILE) requirements/langchain.in --constraint requirements/dev.txt --output-file requirements/langchain.txt
 	$(COMPILE) requirements/docs.in --constraint requirements/dev.txt --output-file requirements/docs.txt

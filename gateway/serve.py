@@ -56,7 +56,7 @@ def work(line: socket.socket, sockets: Sequence[socket.socket]) -> None:
 
 def _run(serving: Coroutine[Any, Any, None]) -> None:
     _allow_files()
-    loop_factory = uvicorn.Config("", loop="uvloop").get_loop_factory()
+    loop_factory = uvicorn.Config("", loop="uvloop", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(serving)
 
@@ -207,8 +207,16 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started and self._admin_port is not None:
             await self._open_admin(self._admin_port)
+        if self.started and not sockets:
+            self._say_where()
         if self.started and self._ready is not None:
             self._ready(self.gateway)
+
+    def _say_where(self) -> None:
+        settings = self.gateway.settings
+        scheme = "http" if self.certificate is None else "https"
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        log.info("listening", url=f"{scheme}://{host}:{self.port}", admin_port=self._admin_port)
 
     async def _open_admin(self, port: int) -> None:
         """Listen on the port for administration too. It is one server with two ports: they drain and end together."""

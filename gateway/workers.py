@@ -92,11 +92,11 @@ class Workers:
             loop.add_signal_handler(number, self._stop, number)
         loop.add_signal_handler(signal.SIGHUP, lambda: start(self._reload(), "reload"))
         places = _listening(self._settings.host, self._settings.port, self._settings.workers)
-        self._posts = [Post(number, sockets) for number, sockets in enumerate(places)]
         admin = self._settings.admin_port
         if admin is not None:
             more = _listening(self._settings.admin_host or self._settings.host, admin, self._settings.workers)
             places = [[*place, *others] for place, others in zip(places, more, strict=True)]
+        self._posts = [Post(number, sockets) for number, sockets in enumerate(places)]
         host, port = places[0][0].getsockname()[:2]
         log.info("listening", host=host, port=port, workers=len(self._posts))
         first, *others = self._posts

@@ -100,8 +100,8 @@ def test_a_hash_opens_to_its_key_and_to_nothing_else() -> None:
     for key in (b"one", b"two", b"three"):
         kept.check(key)
     assert [kept.name(key) for key in (b"one", b"two", b"three", b"four")] == [None, "bob", None, None]
-    for key in (entry("one"), entry("two", "bob"), entry("two"), "bob"):
-        assert not kept.holds(key.encode())
+    for text in (entry("one"), entry("two", "bob"), entry("two"), "bob"):
+        assert not kept.holds(text.encode())
     admin = AdminKey(told)
     assert admin.holds(b"boss")
     assert not admin.holds(entry("boss").encode())

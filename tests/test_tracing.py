@@ -148,10 +148,13 @@ async def test_a_refused_request_and_a_broken_stream_are_spans_too(exporter: InM
 
 
 async def test_what_is_decided_is_the_same_with_spans_and_without(exporter: InMemorySpanExporter) -> None:
-    told = []
-    for given in ({}, {"tracing": ON}):
-        async with FakeWorker() as worker, gateway(pool("policy", worker.url), profile="strict", **given) as gate:
-            headers = {"x-session-id": "s"} | (PARENT if given else {})
+    told: list[list[Any]] = []
+    for endpoint in ({}, ON):
+        async with (
+            FakeWorker() as worker,
+            gateway(pool("policy", worker.url), profile="strict", tracing=endpoint) as gate,
+        ):
+            headers = {"x-session-id": "s"} | (PARENT if endpoint else {})
             answers = [await gate.http.post(CHAT, json=chat(str(n)), headers=headers) for n in range(3)]
             names = ("x-detgate-index", "x-detgate-seed", "x-detgate-request-id", "x-detgate-replica")
             told.append([[answer.headers[name] for name in names] for answer in answers])
