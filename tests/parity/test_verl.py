@@ -81,10 +81,10 @@ async def test_among_the_least_loaded_ties_go_by_the_row_and_not_to_the_first_re
     async with AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(FakeWorker()) for _ in range(4)]
         runs = []
-        for _ in range(2):
+        for rows in (200, 50):
             async with gateway(pool("policy", *(worker.url for worker in workers))) as gate:
-                runs.append([(await ask(gate, row)).headers["x-detgate-replica"] for row in range(200)])
-        assert runs[0] == runs[1]
+                runs.append([(await ask(gate, row)).headers["x-detgate-replica"] for row in range(rows)])
+        assert runs[0][:50] == runs[1]
         shares = Counter(runs[0])
         assert len(shares) == 4
         assert min(shares.values()) > 25
