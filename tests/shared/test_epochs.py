@@ -16,6 +16,7 @@ from gateway.shared import scripts
 from gateway.shared.part import Memory
 from gateway.stores import ScopeKey
 from gateway.stores.redis import RedisStore
+from gateway.tasks import start, stop
 from tests.redis_server import Front, RedisServer, until
 from tests.shared.test_scripts import EXAMPLES
 from tests.stores.redis import store, terms
@@ -255,6 +256,27 @@ async def test_only_sessions_of_a_gateway_that_is_gone_are_fenced(strict: bool) 
                 for _ in range(2):
                     claim = (await served(here, key("theirs"), ask("c")))[0]
                     assert (claim.flags, claim.epoch) == (("epoch",), 1)
+
+
+async def test_a_gateway_that_dies_between_its_report_and_its_part_is_missed() -> None:
+    """What it had in flight ends, and goes to who asks again."""
+    async with RedisServer() as server, store(server.url, terms(lease=LEASE)) as two:
+        await server.meet()
+        async with store(server.url, terms(lease=LEASE)) as one:
+            await joined(two)
+            assert (await one.claim(ME, ask("a"), 0.2)).index == 0
+            part = one._runs["run"].part
+            vanish(one)
+            await server.ask("FLUSHALL")
+            telling = start(part._take(), "telling")
+            awaited = scripts.prefix_of("run") + b"awaited"
+            while not part._reported or await server.ask("SISMEMBER", awaited, one.terms.gateway):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await stop(telling)
+            assert part.connection is None
+            await joined(two, 1)
+            again = await two.claim(ME, ask("a", repeat=1), 10.0)
+            assert (again.index, again.reused, again.flags) == (0, True, ())
 
 
 async def test_a_gateway_that_tells_late_is_heard_and_its_sessions_are_served_again() -> None:

@@ -464,6 +464,8 @@ def _own(world: World) -> Iterator[None]:
     structlog.configure(processors=[_with_error, note], cache_logger_on_first_use=False)
     logging.getLogger("asyncio").disabled = True
     with (
+        mock.patch("os.getpid", return_value=1),
+        mock.patch("socket.gethostname", return_value="host"),
         mock.patch("gateway.shared.lanes.secrets", entropy),
         mock.patch("gateway.shared.events.secrets", entropy),
         mock.patch("gateway.stores.redis.secrets", entropy),
