@@ -60,6 +60,16 @@ def test_what_is_in_flight_at_another_that_lives_it_does_not_tell(tmp_path: Path
     assert deeds.living(tmp_path) == set()
 
 
+def test_what_is_in_flight_here_and_at_another_both_tell(tmp_path: Path) -> None:
+    written(tmp_path, "1", opened("other", 0))
+    written(tmp_path, "2", opened("here", 0, repeat=1))
+    shown = [deeds.show(tmp_path, name) for name in ("here", "other")]
+    assert stands(deeds.told(tmp_path, "here", {("s", "me", 0): ["o7"]})) == {0: "ro7"}
+    assert stands(deeds.told(tmp_path, "other", {("s", "me", 0): ["o3"]})) == {0: "ro3"}
+    for descriptor in shown:
+        os.close(descriptor)
+
+
 def test_repeats_of_one_request_are_told_from_many_requests(tmp_path: Path) -> None:
     again = [opened("g", 0), closed(0, used=False), opened("g", 0, repeat=1), closed(0, used=True)]
     many = [opened("g", 1), closed(1, used=False), opened("g", 1), closed(1, used=True)]
