@@ -45,7 +45,7 @@ CAUGHT = {
     "the-dead-keep-their-claims": 2,
     "a-refused-end-is-not-told-again": 4,
     "a-place-is-kept-on-cancel": 1,
-    "a-lease-without-fencing": 0,
+    "a-lease-without-fencing": 161,
     "a-wake-up-is-lost": 1,
     "an-abort-is-not-awaited": 3,
     "in-the-queue-and-in-the-lane": 9,

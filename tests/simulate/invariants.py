@@ -269,7 +269,7 @@ def races(view: _View) -> Iterator[str]:
                     if racing.get((inside.gateway, _place(record))) is False and not view.world.epochs_began:
                         yield f"{one.name} and {two.name} were in flight together, and {inside.name} is not racing"
     for requests in view.world.clients.sessions.values():
-        calm = all(each.outcome == "whole" for request in requests for each in request.attempts)
+        calm = all(each.outcome == "whole" and each.status == 200 for request in requests for each in request.attempts)
         if calm and requests[0].kind == "walk" and not view.world.losses:
             for request in requests:
                 if any("racing" in each.guarantee for each in request.attempts):
