@@ -149,6 +149,6 @@ class Folder:
 
 def stands_in(told: str, output: str) -> bool:
     """Whether these lines stand in the output, one after the other."""
-    lines = (".*".join(map(re.escape, line.rstrip().split("…"))) for line in told.strip().splitlines())
+    lines = (".*".join(map(re.escape, line.rstrip().split("…"))) for line in told.strip("\n").splitlines())
     pattern = r"\s*\n".join(lines)
     return re.search(rf"^{pattern}\s*$", output, re.M) is not None

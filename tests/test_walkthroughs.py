@@ -110,10 +110,10 @@ def test_both_readmes_say_the_same() -> None:
 
 
 def shape(text: str) -> list[str]:
-    """Levels of headings, and the first cells of tables but for their heads, in order."""
+    """Levels of headings, and the first words of tables' rows but for their heads, in order."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     text = re.sub(r"^\|.*\|\n(?=\|---)", "", text, flags=re.M)
-    return re.findall(r"^#+(?= )|^\|[^|]*\|", text, re.M)
+    return re.findall(r"^#+(?= )|^\| \S+", text, re.M)
 
 
 def links(text: str) -> list[str]:
