@@ -59,10 +59,10 @@ def served() -> Iterator[str]:
 async def test_the_gateways_of_the_readme_start_and_are_ready(line: str, tmp_path: Path) -> None:
     (file,) = (block.code for block in blocks(README) if block.title == "gateway.yaml")
     async with AsyncExitStack() as stack:
-        for number, role in enumerate(("generate", "generate", "reward"), 1):
-            cached = role == "generate"
-            sim = SimServer(SimSettings(engine="vllm", role=role, model=role, prefix_cache=cached))
-            url = (await stack.enter_async_context(sim)).url
+        policy = SimSettings(engine="vllm", model="policy")
+        reward = SimSettings(engine="vllm", role="reward", model="reward", prefix_cache=False)
+        for number, settings in enumerate((policy, policy, reward), 1):
+            url = (await stack.enter_async_context(SimServer(settings))).url
             line, file = (text.replace(f"http://10.0.0.{number}:8000", url) for text in (line, file))
         assert "10.0.0." not in line + file
         program, command, *flags = shlex.split(line)
