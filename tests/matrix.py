@@ -53,6 +53,9 @@ WHOLE_ONLY = ("/v1/chat/completions/batch",)
 _OF_ITS_OWN = ("id", "created", "created_at", "completed_at", "system_fingerprint", "meta_info", "usage", "item_id")
 """Fields of an answer that name it, or tell how long it took."""
 
+_DRAWN = ("content", "text", "delta", "token_ids", "finish_reason")
+"""Fields of an event of a stream that hold what was drawn."""
+
 Found = dict[tuple[str, bool], str]
 """What was found, by route and whether it was streamed."""
 
@@ -116,11 +119,25 @@ async def _one(
     return ", ".join(words)
 
 
-def said(answer: httpx.Response) -> list[Any]:
-    """What an answer says, without what is its own; a stream as what its events hold."""
-    if answer.headers["content-type"].startswith("text/event-stream"):
-        return [_bare(json.loads(line)) for line in _data(answer)]
-    return [_bare(answer.json())]
+def said(answer: httpx.Response) -> Any:
+    """What an answer says, without what is its own; of a stream all that was drawn, however it was cut into events."""
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        return _bare(answer.json())
+    events = [json.loads(line) for line in _data(answer)]
+    if "meta_info" in events[-1]:
+        return _bare(events[-1])
+    return [piece for event in events for text in _drawn(event) for piece in text]
+
+
+def _drawn(value: Any) -> list[Any]:
+    """Texts and token ids that an event holds."""
+    if isinstance(value, list):
+        return [text for each in value for text in _drawn(each)]
+    if not isinstance(value, dict):
+        return []
+    own = [each for name, each in value.items() if name in _DRAWN and isinstance(each, str | list)]
+    texts = [each for each in own if isinstance(each, str) or (each and isinstance(each[0], int))]
+    return texts + [text for each in value.values() for text in _drawn(each)]
 
 
 def samples(answer: httpx.Response) -> list[str]:

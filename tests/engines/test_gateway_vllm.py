@@ -616,7 +616,7 @@ class TestPriority:
 class TestTheMatrix:
     """docs/engines.md says by route what holds, as found before the simulated engine: the real one agrees."""
 
-    UNSERVED: frozenset[str] = frozenset({"/inference/v1/generate"})
+    UNSERVED: frozenset[str] = frozenset({"/inference/v1/generate", "/v1/embeddings"})
 
     def test_real_and_simulated_agree(self, vllm_pair: list[Server], vllm_reward: Server, tmp_path: Path) -> None:
         urls = {"generate": vllm_pair[0].url, "reward": vllm_reward.url}
