@@ -211,8 +211,8 @@ class Pool:
         self.findings = findings.judge(self.settings, self.told)
         fatal = (finding.text for finding in self.findings if finding.severity == "fatal")
         self.contradicts = next(fatal, None)
-        for name, replica in self.replicas.items():
-            replica.reasons = findings.reasons(self.findings, name)
+        for name, reasons in findings.reasons(self.findings, self.replicas).items():
+            self.replicas[name].reasons = reasons
 
     def accept(self, name: str) -> Replica:
         """Take the engine that a replica is now for the one that it should be."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import ssl
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -60,29 +60,24 @@ class Health:
         self._settings = settings.health
         self._watching: dict[Replica, asyncio.Task[None]] = {}
         self._watches: dict[Replica, Watch] = {}
-        self._http: dict[ReplicaTls, httpx.AsyncClient] | None = None
-        """A client for each way that replicas are believed by."""
+        self._trust: dict[ReplicaTls, ssl.SSLContext] | None = None
+        """What is believed, for each way that replicas are believed by; None while nothing is probed."""
         self.probed = asyncio.Event()
         """Every replica was probed once."""
 
     async def run(self) -> None:
         """Probe for ever."""
-        limits = httpx.Limits(max_keepalive_connections=0)
-        async with AsyncExitStack() as stack:
-            self._http = {}
-            for way in {pool.settings.tls for pool in self._fleet}:
-                client = httpx.AsyncClient(timeout=self._settings.timeout, limits=limits, verify=trust(way))
-                self._http[way] = await stack.enter_async_context(client)
-            self.sync()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                self._http = None
-                await stop(*self._watching.values())
+        self._trust = {way: trust(way) for way in {pool.settings.tls for pool in self._fleet}}
+        self.sync()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self._trust = None
+            await stop(*self._watching.values())
 
     def sync(self) -> None:
         """Watch the replicas that there are now, and no others."""
-        if self._http is None:
+        if self._trust is None:
             return
         present = {replica: pool for pool in self._fleet for replica in pool.replicas.values()}
         for replica in self._watching.keys() - present:
@@ -91,15 +86,18 @@ class Health:
             self._preempted.pop(replica, None)
         for replica, pool in present.items():
             if replica not in self._watching:
-                http = self._http[pool.settings.tls]
-                self._watching[replica] = start(self._watch(http, pool, replica), f"probe {replica.name}")
+                watching = self._watch(self._trust[pool.settings.tls], pool, replica)
+                self._watching[replica] = start(watching, f"probe {replica.name}")
 
-    async def _watch(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
-        pause = self._settings.interval
-        while True:
-            await self.probe(http, pool, replica)
-            pause = self._settings.interval if replica.state == "up" else min(pause * 1.5, LONGEST_PAUSE)
-            await asyncio.sleep(pause)
+    async def _watch(self, believed: ssl.SSLContext, pool: Pool, replica: Replica) -> None:
+        # A client of its own: at each request a client looks through all that it has under way.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(timeout=self._settings.timeout, limits=limits, verify=believed) as http:
+            pause = self._settings.interval
+            while True:
+                await self.probe(http, pool, replica)
+                pause = self._settings.interval if replica.state == "up" else min(pause * 1.5, LONGEST_PAUSE)
+                await asyncio.sleep(pause)
 
     async def probe(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
         """Ask once, and note what comes of it."""

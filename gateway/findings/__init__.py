@@ -121,10 +121,14 @@ def judge(pool: Pool, told: Mapping[str, Told]) -> list[Finding]:
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-def reasons(found: Iterable[Finding], replica: str) -> tuple[str, ...]:
-    """The reasons that answers of a replica carry, each once."""
-    concerning = (finding for finding in found if finding.replica in (None, replica))
-    return tuple(dict.fromkeys(finding.reason for finding in concerning if finding.reason is not None))
+def reasons(found: Iterable[Finding], names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """By name of the replicas: the reasons that answers of each carry, each once."""
+    carried: dict[str, dict[str, None]] = {name: {} for name in names}
+    for finding in found:
+        if finding.reason is not None:
+            for name in carried if finding.replica is None else (finding.replica,):
+                carried[name][finding.reason] = None
+    return {name: tuple(each) for name, each in carried.items()}
 
 
 def report(pool: Pool, told: Mapping[str, Told], found: Iterable[Finding]) -> dict[str, Any]:
