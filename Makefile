@@ -6,7 +6,7 @@ ARGS ?=
 PYTEST_ARGS ?= -n auto
 
 .DEFAULT_GOAL := help
-.PHONY: help simulate simulate-bugs test-kill test-soak run test lint docs lock vectors bench bench-check sim-routing test-vllm test-sglang test-streams test-redis test-image test-langchain conformance fuzz test-fronts clean
+.PHONY: help simulate simulate-bugs test-kill test-soak run test lint docs lock vectors bench bench-check bench-scale soak sim-routing test-vllm test-sglang test-streams test-redis test-image test-langchain conformance fuzz test-fronts clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,12 @@ bench: $(VENV)/dev.stamp ## what a request costs beside nginx; ARGS="--url http:
 
 bench-check: $(VENV)/dev.stamp ## whether a request still costs about what it did, in units of nginx; ARGS=--planted tries a doubling
 	$(BIN)/python -m tests.bench check $(ARGS)
+
+bench-scale: $(VENV)/dev.stamp ## what a request costs with 5,000 in flight, 256 replicas, several workers; the memory of 9,000 streams
+	$(BIN)/python -m tests.bench.scale $(ARGS)
+
+soak: $(VENV)/dev.stamp ## a million requests of 100,000 sessions over the wire while memory stays flat; ARGS=100000 for fewer
+	$(BIN)/python -m tests.bench.soak $(ARGS)
 
 sim-routing: $(VENV)/run.stamp ## what routing.slack costs and buys; ARGS="--replicas 8 --in-flight 512" for another fleet
 	$(BIN)/python -m tests.routing_simulation $(or $(ARGS),--plot docs/images/routing.svg)

@@ -26,13 +26,16 @@ def tree(pid: int) -> list[int]:
     return found
 
 
+def alone_seconds(pid: int) -> float:
+    """User and system time that one process has taken so far; 0 where it has ended."""
+    with suppress(OSError):
+        return time.clock_gettime(~pid << 3 | _ALL_THREADS)
+    return 0.0
+
+
 def cpu_seconds(pid: int) -> float:
-    """User and system time that a process and those below it have taken so far."""
-    taken = 0.0
-    for one in tree(pid):
-        with suppress(OSError):
-            taken += time.clock_gettime(~one << 3 | _ALL_THREADS)
-    return taken
+    """The same of a process and those below it."""
+    return sum(map(alone_seconds, tree(pid)))
 
 
 def resident_kib(pid: int) -> int:
