@@ -652,3 +652,24 @@ async def test_determinism_tells_each_replicas_state_and_reason() -> None:
     async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
         told = (await gate.http.get("/determinism")).json()["pools"]["policy"]["replicas"]["policy-0"]
         assert (told["state"], told["reason"]) == ("up", "answers its probe")
+
+
+async def test_each_replica_is_probed_by_a_client_of_its_own() -> None:
+    clients: dict[str, httpx.AsyncClient] = {}
+
+    class Watching(Health):
+        async def probe(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
+            clients[replica.name] = http
+            if len(clients) == 3:
+                all_asked.set()
+
+    urls = [f"http://replica:{port}" for port in (1, 2, 3)]
+    settings = Settings.load(None, {}, {"pools": [pool("policy", *urls)]})
+    all_asked = asyncio.Event()
+    running = asyncio.create_task(Watching(settings, Fleet(settings)).run())
+    async with asyncio.timeout(10):
+        await all_asked.wait()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert len(set(clients.values())) == 3, "one looks through all that it has under way, at each request"
+    assert all(client.is_closed for client in clients.values())
