@@ -11,7 +11,7 @@ import math
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -225,8 +225,12 @@ class Asking:
 
     network: Network
     engines: dict[str, Engine]
-    seconds: float = 2.0
-    headers: dict[str, str] = field(default_factory=dict)
+
+    async def __aenter__(self) -> Asking:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        pass
 
     async def get(self, url: str, headers: Any = None) -> httpx.Response:
         host, _, path = url.removeprefix("http://").partition("/")

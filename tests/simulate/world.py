@@ -244,19 +244,12 @@ class World:
             settings = _settings(self.profile)
             settings = settings.model_copy(update={"ledger": settings.ledger.model_copy(update={"path": folder})})
             gateway = Gateway(settings)
-            gateway.health.run = probing  # type: ignore[method-assign]
             member = self.members[name] = Member(process, gateway, DataPlane(gateway, _nothing))
             made.set_result(member)
             async with gateway.running():
                 await gateway.knows_its_world(5.0)
                 member.ready = True
                 await asyncio.Event().wait()
-
-        async def probing() -> None:
-            health = self.members[name].gateway.health
-            health._http = Asking(self.network, self.engines)  # type: ignore[assignment]
-            health.sync()
-            await asyncio.Event().wait()
 
         process.context.run(lambda: self.loop.create_task(life(), name=name))
         await made
@@ -376,8 +369,9 @@ class World:
 
     async def _play(self) -> None:
         await asyncio.gather(*(self._start() for _ in range(3)))
-        while len(self._ready()) < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(PATIENCE):
+            while len(self._ready()) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         self.trace("ready")
         self.clients = Clients(self.loop, self.seed, self._ready, self._ask, self._sizes)
         striking = self.loop.create_task(self._strike(faults.plan(self.seed, SPAN)), name="faults")
@@ -464,6 +458,8 @@ def _own(world: World) -> Iterator[None]:
     structlog.configure(processors=[_with_error, note], cache_logger_on_first_use=False)
     logging.getLogger("asyncio").disabled = True
     with (
+        mock.patch("gateway.health.trust", return_value=None),
+        mock.patch("httpx.AsyncClient", return_value=Asking(world.network, world.engines)),
         mock.patch("os.getpid", return_value=1),
         mock.patch("socket.gethostname", return_value="host"),
         mock.patch("gateway.shared.lanes.secrets", entropy),
