@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.upstream import Broken, Connections
+from gateway.upstream import Broken, Connection, Connections
 from tests.harness import FakeWorker, Reply, Seen
 
 
@@ -267,3 +267,27 @@ async def test_pausing_holds_the_replica_back_and_resuming_lets_it_go_on() -> No
         await exchange.pipe(take)
         assert total == 200 * 65536
         connections.close()
+
+
+class _Line(asyncio.Transport):
+    """A connection of which nothing is written anywhere."""
+
+    def write(self, data: Any) -> None: ...
+    def abort(self) -> None: ...
+
+
+async def test_what_breaks_before_anyone_looked_is_broken_though_bytes_came() -> None:
+    connections = Connections("http://127.0.0.1:1")
+    connection = Connection(connections)
+    connection.connection_made(_Line())
+    connections.heard = connection.loop.time()
+    connections.keep(connection)
+    exchange = connections.again(b"", b"")
+    assert exchange is not None
+    connection.data_received(
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n"
+    )
+    connection.connection_lost(None)
+    with pytest.raises(Broken):
+        await exchange.begun()
+    connections.close()
