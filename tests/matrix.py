@@ -146,14 +146,14 @@ def samples(answer: httpx.Response) -> list[str]:
         told = answer.json()
         rows = told if isinstance(told, list) else told["choices"]
         return [json.dumps(_content(row)) for row in rows]
-    parts: dict[int, str] = {}
+    parts: dict[int, list[Any]] = {}
     for event in map(json.loads, _data(answer)):
         for row in event.get("choices", [event]):
-            if "text" in row and "output_ids" in row:
-                parts[row.get("index", 0)] = json.dumps(row["text"])
+            if "meta_info" in row:
+                parts[row.get("index", 0)] = list(row["text"])
             else:
-                parts[row["index"]] = parts.get(row["index"], "") + json.dumps(_content(row))
-    return [parts[number] for number in sorted(parts)]
+                parts.setdefault(row["index"], []).extend(_content(row) or ())
+    return [json.dumps(parts[number]) for number in sorted(parts)]
 
 
 def _content(row: dict[str, Any]) -> Any:
