@@ -51,8 +51,8 @@ def compare(bench: Bench, given: argparse.Namespace) -> None:
         if not given.no_nginx:
             targets.append(stack.enter_context(parts.nginx(bench)))
         for url, pid, name in zip(given.url, given.pid, given.name, strict=True):
-            parts.answers(urlsplit(url).port or 80, "/v1/models")
             targets.append(Target(name, urlsplit(url).port or 80, pid))
+            parts.serves(bench, targets[-1])
         if not given.no_detgate:
             targets.append(stack.enter_context(parts.gateway(bench)))
         every = []

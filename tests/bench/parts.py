@@ -234,6 +234,19 @@ def answers(port: int, path: str, seconds: float = 60) -> None:
     raise TimeoutError(f"port {port} does not answer {path}")
 
 
+def serves(bench: Bench, target: Target, seconds: float = 60) -> None:
+    """Wait until a gateway that others started has found the engine. Raises `AssertionError`."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            bench.loaded(target, "small", requests=1)
+            return
+        except AssertionError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.2)
+
+
 def spent(target: Target) -> float:
     """CPU seconds of a target so far; 0 where none are measured."""
     return 0.0 if target.pid is None else machine.cpu_seconds(target.pid)
