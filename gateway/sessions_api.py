@@ -189,6 +189,7 @@ class Desk:
         visitor, names = await self.visitor(request)
         if visitor.holder is None:
             self._admin.check(given(dict(request.headers.raw)))
+            self._admin.check_host(request.url.hostname or "")
         session = self._sessions.read(visitor, names, self._runs.own.name)
         name = names.session or ""
         run = self.run(session.known.run if session is not None else names.run, known=True)
@@ -207,6 +208,7 @@ class Desk:
         if visitor.holder is not None:
             raise NotFound("This key opens a session, and no group.", code="group_not_found")
         self._admin.check(given(dict(request.headers.raw)))
+        self._admin.check_host(request.url.hostname or "")
         run = self.run(names.run, known=True)
         name = identity.text(identity.unescaped(request.path_params["group_id"], "group id"), "group id")
         group = self._sessions.group(run.name, name)

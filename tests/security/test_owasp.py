@@ -232,8 +232,11 @@ async def test_api8_a_page_of_another_site_changes_nothing(site: str) -> None:
         ):
             refused = await gate.http.post(path, content=body, headers=from_page)
             assert (refused.status_code, refused.json()["error"]["code"]) == (403, "cross_site"), path
-        rebound = await gate.http.get("/admin/replicas", headers={"host": "evil.example"})
-        assert (rebound.status_code, rebound.json()["error"]["code"]) == (403, "admin_closed")
+        await gate.http.post(f"/sessions/s{CHAT}", json=chat())
+        for path in ("/admin/replicas", "/sessions/s", "/sessions/s/requests", "/groups/g", "/ui/"):
+            rebound = await gate.http.get(path, headers={"host": "evil.example"})
+            assert rebound.status_code == 403, path
+        assert (await gate.http.get("/sessions/s")).status_code == 200
         [replica] = gate.gateway.fleet.replicas
         assert not replica.draining
         assert gate.gateway.sessions.live == 0
