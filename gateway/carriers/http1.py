@@ -238,10 +238,11 @@ class Carrier(HttpToolsProtocol):
         if self._deaf:
             return
         self._unread += len(data)
+        rest = None
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as error:
-            self._read_on(data[error.args[0] :])
+            rest = data[error.args[0] :]
         except httptools.HttpParserCallbackError as error:
             self._stop(error.__context__ or error)
         except httptools.HttpParserError as error:
@@ -249,6 +250,8 @@ class Carrier(HttpToolsProtocol):
         else:
             if self._unread > self.plane.head_bytes and self._phase != IDLE:
                 self._fail(_head_too_large())
+        if rest is not None:  # not where the error is handled: a fault behind it would hide in that one's context
+            self._read_on(rest)
 
     def _read_on(self, rest: bytes) -> None:
         """No change of protocol is made: the request is read anew without the wish for one."""

@@ -231,6 +231,17 @@ WISHES = [
     _fine("upgrade with a body", post(HOST, LENGTH, b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n")),
     _fine("upgrade with chunks", post(HOST, CHUNKED, b"Connection: upgrade\r\nUpgrade: x\r\n", body=chunks(BODY))),
     _fine("two upgrades", post(HOST, LENGTH, b"Connection: upgrade\r\nUpgrade: x\r\n") * 2, 200, 200),
+    _refused(
+        "an upgrade, then no host",
+        post(HOST, LENGTH, b"Connection: upgrade\r\nUpgrade: x\r\n") + post(LENGTH),
+        200,
+        400,
+    ),
+    _refused(
+        "an upgrade with a body that is too large",
+        post(HOST, b"Content-Length: 99999999\r\nConnection: upgrade\r\nUpgrade: x\r\n"),
+        413,
+    ),
     _fine("continue", post(HOST, LENGTH, b"Expect: 100-continue\r\n")),
     _fine("continue in HTTP/1.0", post(b"Connection: keep-alive\r\nExpect: 100-continue\r\n", LENGTH, version=b"1.0")),
     _fine("another expectation", post(HOST, LENGTH, b"Expect: wonders\r\n")),
