@@ -69,7 +69,7 @@ def settle(seed: int) -> None:
     kernels read padding that they mask, and the filling is not a number.
     """
     import numpy
-    import torch  # type: ignore[import-not-found]
+    import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     random.seed(seed)
