@@ -38,7 +38,6 @@ def configure(settings: Log) -> None:
         processors=[*shared, last],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=lambda *_: _StandardError(),
-        cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[last], foreign_pre_chain=shared))
