@@ -17,7 +17,6 @@ from itertools import count
 from typing import Any
 
 PROCESS: ContextVar[Process] = ContextVar("process")
-_numbers = count()
 
 
 class Halted(Exception):
@@ -52,9 +51,9 @@ class Process:
 class Task(asyncio.Task[Any]):
     """A task whose place in a set is the same in each run."""
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        self._number = next(_numbers)
-        super().__init__(*args, **named)
+    def __init__(self, work: Any, number: int, **named: Any) -> None:
+        self._number = number
+        super().__init__(work, **named)
 
     def __hash__(self) -> int:
         return self._number
@@ -69,6 +68,8 @@ class Loop(asyncio.BaseEventLoop):
         self._now = 0.0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._sequence = count()
+        self.numbers = count()
+        """Of tasks."""
         self._going: list[Process] = []
         """Those that have something to do."""
         self.steps = 0
@@ -183,7 +184,8 @@ class Loop(asyncio.BaseEventLoop):
 def _task(
     loop: asyncio.AbstractEventLoop, work: Generator[Any, None, Any] | Coroutine[Any, Any, Any], **named: Any
 ) -> Task:
-    task = Task(work, loop=loop, **named)
+    assert isinstance(loop, Loop)
+    task = Task(work, next(loop.numbers), loop=loop, **named)
     process = PROCESS.get(None)
     if process is not None:
         process.tasks.append(task)
