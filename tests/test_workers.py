@@ -249,6 +249,7 @@ async def test_one_reward_at_a_time_over_three_gateways_of_which_one_is_killed(t
                 await asyncio.sleep(0.3)
                 return
             gone.cancel()
+            await asyncio.wait([gone])
             reply.json({"data": [{"index": 0, "probs": [1.0]}], "model": MODEL})
         finally:
             inside -= 1
@@ -283,7 +284,8 @@ async def test_one_reward_at_a_time_over_three_gateways_of_which_one_is_killed(t
             assert (set(statuses), most) == ({200}, 1)
             assert (await fresh.numbers()).get("detgate_lane_takeovers_total[('pool', 'rm')]", 0) <= 1
 
-            # Without the process that started them they drain.
+            # Without the process that started them they drain, the one that took the dead one's place too.
+            await pids(gate, 4)
             gate.signal(signal.SIGKILL)
             await gate.logged("has gone", 3)
             async with asyncio.timeout(10):
