@@ -295,7 +295,7 @@ async def test_the_command_reports_as_text_json_and_junit(
     told = report["pools"]["policy"]["replicas"]["policy-0"]["canaries"]
     failed = sum(each["outcome"] == "failed" for each in told)
     assert counts == {"tests": len(told), "failures": failed, "errors": 0, "skipped": 0}
-    assert len(suite.findall("testcase/failure")) == failed >= 2
+    assert len(suite.findall("testcase/failure")) == failed >= 1
 
 
 async def test_json_alone_is_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
