@@ -51,6 +51,11 @@ class Finding:
         return f"{self.replica or self.pool} {self.says}, so {self.breaks}"
 
 
+def doubted(id: str, says: str, breaks: str, mend: str, report: str) -> Finding:
+    """Something that was reported to break an engine's deterministic mode although it is on."""
+    return Finding(id, "warning", says, breaks, mend=mend, report=report, reason="engine-doubted")
+
+
 class Told(NamedTuple):
     """What is known of one replica."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gateway.findings import Case, Finding
+from gateway.findings import Case, Finding, doubted
 from gateway.findings.versions import before
 
 _DOCS = "https://docs.sglang.io/advanced_features/deterministic_inference.html"
@@ -69,11 +69,8 @@ def _mode(case: Case) -> Iterator[Finding]:
 def _beyond_the_mode(case: Case) -> Iterator[Finding]:
     facts = case.facts
 
-    def reported(id: str, says: str, breaks: str, mend: str, report: str) -> Finding:
-        return Finding(id, "warning", says, breaks, mend=mend, report=report, reason="engine-doubted")
-
     if facts.attention_backend is not None and facts.attention_backend not in BACKENDS:
-        yield reported(
+        yield doubted(
             "attention-backend",
             f"runs the attention backend {facts.attention_backend}",
             "its deterministic mode does not cover attention",
@@ -81,7 +78,7 @@ def _beyond_the_mode(case: Case) -> Iterator[Finding]:
             _DOCS,
         )
     if facts.sampling_backend not in (None, "pytorch", "ascend"):
-        yield reported(
+        yield doubted(
             "sampling-backend",
             f"runs the sampling backend {facts.sampling_backend}",
             "seeds are honoured by pytorch alone",
@@ -89,7 +86,7 @@ def _beyond_the_mode(case: Case) -> Iterator[Finding]:
             _DOCS,
         )
     if facts.dp_attention:
-        yield reported(
+        yield doubted(
             "dp-attention",
             "runs with data-parallel attention",
             "mixture-of-experts models were seen to answer by the batch",
@@ -97,7 +94,7 @@ def _beyond_the_mode(case: Case) -> Iterator[Finding]:
             _PULLS + "11023",
         )
     if facts.speculative not in (None, "none"):
-        yield reported(
+        yield doubted(
             "speculative",
             f"drafts tokens by {facts.speculative}",
             "what is drafted may be drawn from noise that no seed fixes",
@@ -115,7 +112,7 @@ def _beyond_the_mode(case: Case) -> Iterator[Finding]:
             report=_ISSUES + "34683",
         )
     elif case.warms:
-        yield reported(
+        yield doubted(
             "prefix-cache",
             "has a radix cache",
             "a prompt that is partly cached is computed in other pieces than a new one",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gateway.findings import Case, Finding
+from gateway.findings import Case, Finding, doubted
 from gateway.findings.versions import before
 
 _DOCS = "https://docs.vllm.ai/en/v0.32.0/features/batch_invariance/"
@@ -84,12 +84,9 @@ def _beyond_the_mode(case: Case) -> Iterator[Finding]:
     """What was seen to break the mode although it was on."""
     facts = case.facts
 
-    def reported(id: str, says: str, breaks: str, mend: str, report: str) -> Finding:
-        return Finding(id, "warning", says, breaks, mend=mend, report=report, reason="engine-doubted")
-
     parallel = facts.tensor_parallel or 1
     if facts.overlapped:
-        yield reported(
+        yield doubted(
             "async-scheduling",
             "puts batches together before the last step has ended",
             "how many requests a step holds hangs on timing, and some kernels on that",
@@ -97,7 +94,7 @@ def _beyond_the_mode(case: Case) -> Iterator[Finding]:
             _PULLS + "51287",
         )
     if parallel > 1 and before(facts.version, "0.32"):
-        yield reported(
+        yield doubted(
             "tensor-parallel",
             f"is vLLM {facts.version} with {parallel} tensor-parallel ranks",
             "its fused all-reduce adds in an order that hangs on the batch",
@@ -105,7 +102,7 @@ def _beyond_the_mode(case: Case) -> Iterator[Finding]:
             _ISSUES + "51290",
         )
     if facts.sequence_parallel:
-        yield reported(
+        yield doubted(
             "sequence-parallel",
             "runs with sequence parallelism",
             "its reduce-scatter adds in an order that hangs on the batch",
@@ -113,7 +110,7 @@ def _beyond_the_mode(case: Case) -> Iterator[Finding]:
             _ISSUES + "56370",
         )
     if any(name in (facts.accelerator or "") for name in _HOPPER):
-        yield reported(
+        yield doubted(
             "flash-attention-3",
             "runs on Hopper, where FlashAttention 3 is the default",
             "a prefill that shares the step may change a decode",
@@ -121,7 +118,7 @@ def _beyond_the_mode(case: Case) -> Iterator[Finding]:
             _ISSUES + "51902",
         )
     if (facts.data_parallel or 1) > 1 and (facts.expert_parallel or 1) > 1:
-        yield reported(
+        yield doubted(
             "expert-parallel",
             f"spreads experts over {facts.data_parallel} data-parallel ranks",
             "answers were seen to hang on the batch above two ranks",
