@@ -1,4 +1,5 @@
-"""Coroutine tests run in an event loop of their own."""
+"""Coroutine tests run in an event loop of their own. Properties are tried with the same examples in each run of
+the suite; `--hypothesis-profile search` tries many others."""
 
 from __future__ import annotations
 
@@ -6,6 +7,11 @@ import asyncio
 import inspect
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("repeats", derandomize=True, deadline=None)
+settings.register_profile("search", max_examples=20_000, deadline=None)
+settings.load_profile("repeats")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -427,7 +427,7 @@ def _plain(value: Any) -> Observed | None:
     if type(value) is not dict or value.get("metadata"):
         return None
     choices, usage = value.get("choices"), value.get("usage")
-    if type(choices) is not list or len(choices) != 1 or type(usage) is not dict:
+    if type(choices) is not list or len(choices) != 1 or type(usage) is not dict or not usage:
         return None
     choice = choices[0]
     if type(choice) is not dict or choice.get("index") != 0 or "weight_versions" in choice:
@@ -448,7 +448,7 @@ def _plain(value: Any) -> Observed | None:
     digest = blake2b(text.encode(), digest_size=16).digest()
     total = blake2b(b"0\n7:content%b=%b\n" % (digest, finish.encode()), digest_size=16).hexdigest()
     aborted = finish == "abort" or finish == "cancelled"
-    return Observed((finish,), usage or None, None, aborted, True, True, total, None, _id_of(value))
+    return Observed((finish,), usage, None, aborted, True, True, total, None, _id_of(value))
 
 
 class _Said:
