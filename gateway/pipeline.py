@@ -15,7 +15,7 @@ import structlog
 from gateway import orders, schemes
 from gateway.answers import Asking, Client, answered, break_stream, relay
 from gateway.bodies import Heard
-from gateway.core import canonical, fields, identity, ids, plan, shapes, traces
+from gateway.core import canonical, fields, identity, ids, plan, resume, shapes, traces
 from gateway.core.errors import Busy, Fault
 from gateway.core.indexing import Ask
 from gateway.core.types import Call, Headers, Request
@@ -165,7 +165,10 @@ class Pipeline:
             order, number = "content", None
         content = asked.content
         bound = number is not None or caller.key is not None
-        if asked.origin is not None:
+        if asked.origin is not None and asked.resumes is not None:
+            named, place = asked.resumes
+            if not await self.store.has_issued(ScopeKey(asked.run, caller.session, named), place):
+                raise resume.unknown(asked.run)
             order = "arrival" if number is None else "client"
             effective = asked.origin.scope
         else:

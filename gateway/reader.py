@@ -49,28 +49,28 @@ class Reader:
         if pool.settings.priority == "header" and (given := request.fields.get(b"x-detgate-priority")) is not None:
             asked.priority = identity.integer(given, "X-Detgate-Priority", priority.LARGEST)
         if (named := request.fields.get(b"x-detgate-resume")) is not None and handling.kind == "sample":
-            asked.origin = self._origin(asked, named)
+            self._resumes(asked, named)
         return asked
 
-    def _origin(self, asked: Asked, named: bytes) -> resume.Origin | None:
-        """The sample that a request says it goes on with."""
+    def _resumes(self, asked: Asked, name: bytes) -> None:
+        """Note what a request says it goes on with."""
         if self._off:
-            return None
+            return
         if asked.wish.samples > 1 or asked.wish.each or len(asked.wish.calls) > 1:
             raise CallerFault(
                 "A request that goes on with a sample asks for one prompt and one sample. Send one for each.",
                 code="invalid_resume",
                 param="X-Detgate-Resume",
             )
-        origin = resume.read(named.decode("latin-1").strip(), asked.caller.identity, asked.caller.ordinal)
-        if origin is None:
+        named = resume.read(name.decode("latin-1").strip(), asked.caller.identity, asked.caller.ordinal)
+        if named is None:
             raise CallerFault(
                 "X-Detgate-Resume must be the X-Detgate-Request-Id of an earlier answer of this session and identity, "
                 "with .{sample} behind it for another sample than the first.",
                 code="invalid_resume",
                 param="X-Detgate-Resume",
             )
-        return origin
+        asked.origin, asked.resumes = named.origin, (named.identity, named.index)
 
     def _document(self, request: Request) -> Document:
         if not request.body and request.method != "POST":

@@ -36,6 +36,8 @@ class Asked:
     """The session, if it was created."""
     origin: Origin | None = None
     """The sample that it goes on with, by X-Detgate-Resume."""
+    resumes: tuple[str, int] | None = None
+    """Effective identity and index of the request that X-Detgate-Resume names."""
     priority: int | None = None
     """From X-Detgate-Priority, where the pool goes by it; lower goes first."""
     digest: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -100,6 +101,7 @@ async def test_a_seed_of_the_client_is_the_samples_on_sglang_and_not_drawn_anew_
 
 async def test_a_retry_of_a_segment_is_the_same_segment() -> None:
     async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
+        await post(gate, "/v1/chat/completions", chat("a"))
         asked = {"x_detgate_resume": "17:3:0", "idempotency_key": "k"}
         first = await post(gate, "/v1/chat/completions", chat("ab"), **asked)
         again = await post(gate, "/v1/chat/completions", chat("ab"), **asked)
@@ -124,12 +126,14 @@ async def test_two_segments_of_a_sample_at_once_race_and_say_so() -> None:
     both = asyncio.Event()
 
     async def held(seen: Seen, reply: Reply) -> None:
-        if len(worker.seen) == 2:
+        if len(worker.seen) == 3:
             both.set()
-        await both.wait()
+        if len(worker.seen) > 1:
+            await both.wait()
         reply.json(completion())
 
     async with FakeWorker(held) as worker, gateway(pool("policy", worker.url)) as gate:
+        await post(gate, "/v1/chat/completions", chat("a"))
         answers = await asyncio.gather(
             *(post(gate, "/v1/chat/completions", chat(text), x_detgate_resume="17:3:0") for text in ("ab", "abc"))
         )
@@ -162,6 +166,67 @@ async def test_what_goes_on_with_nothing_known_is_refused_and_takes_no_index(nam
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_resume")
         assert not worker.seen
         assert not gate.records()
+
+
+async def resumed(gate: Gate, name: str, **headers: str) -> tuple[int, str | None]:
+    """What becomes of a request that goes on with this one: its status, and the code of its error."""
+    sent = SESSION | {"x-detgate-resume": name} | {key.replace("_", "-"): value for key, value in headers.items()}
+    answer = await gate.http.post("/v1/chat/completions", json=chat("ab"), headers=sent)
+    return answer.status_code, None if answer.status_code == 200 else answer.json()["error"]["code"]
+
+
+UNKNOWN = (400, "unknown_resume")
+
+
+async def test_what_this_run_never_asked_is_refused_and_takes_no_index() -> None:
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
+        assert await resumed(gate, "17:3:0") == UNKNOWN
+        await post(gate, "/v1/chat/completions", chat("a"))
+        assert await resumed(gate, "17:3:1") == UNKNOWN
+        assert await resumed(gate, "17:3/0.0:0") == UNKNOWN
+        assert len(worker.seen) == len([each for each in gate.records() if each["event"] == "opened"]) == 1
+        assert await resumed(gate, "17:3:0") == (200, None)
+        assert await resumed(gate, "17:3/0.0:0") == (200, None)
+
+
+async def test_a_number_of_the_client_is_known_and_none_between() -> None:
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
+        await post(gate, "/v1/chat/completions", chat("a"), x_request_index="7")
+        assert await resumed(gate, "17:3:0") == UNKNOWN
+        assert await resumed(gate, "17:3:7") == (200, None)
+
+
+async def test_another_session_of_the_identity_and_another_run_have_not_asked() -> None:
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
+        await post(gate, "/v1/chat/completions", chat("a"))
+        other = {"x_session_id": "other", "x_detgate_identity": "17:3"}
+        assert await resumed(gate, "17:3:0", **other) == UNKNOWN
+        assert await resumed(gate, "17:3:0", x_detgate_run="elsewhere") == UNKNOWN
+        assert await resumed(gate, "17:3:0") == (200, None)
+
+
+async def test_what_was_not_delivered_was_asked() -> None:
+    async def breaks_once(seen: Seen, reply: Reply) -> None:
+        reply.json(completion(), status=500 if len(worker.seen) == 1 else 200)
+
+    async with FakeWorker(breaks_once) as worker, gateway(pool("policy", worker.url)) as gate:
+        failed = await gate.http.post("/v1/chat/completions", json=chat("a"), headers=SESSION)
+        assert failed.status_code == 500
+        assert await resumed(gate, "17:3:0") == (200, None)
+
+
+async def test_what_has_left_memory_and_what_a_run_asked_before_a_restart_is_known(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"ledger": {"path": str(tmp_path)}, "run": "one", "limits": {"scopes": 1}}
+    async with FakeWorker() as worker:
+        async with gateway(pool("policy", worker.url), **given) as gate:
+            await post(gate, "/v1/chat/completions", chat("a"))
+            for number in range(8):
+                await gate.http.post("/v1/chat/completions", json=chat("a"), headers={"x-session-id": f"{number}"})
+            assert gate.gateway.pipeline.store.scopes < 9
+            assert await resumed(gate, "17:3:0") == (200, None)
+        async with gateway(pool("policy", worker.url), resume=True, **given) as gate:
+            assert await resumed(gate, "17:3:0") == (200, None)
+            assert await resumed(gate, "17:3:1") == UNKNOWN
 
 
 async def test_the_ledger_tells_of_it_and_its_decisions_come_out_the_same() -> None:

@@ -239,6 +239,10 @@ class Scope:
         self.drawn[raw] = 1
         return Claim(0)
 
+    def has_issued(self, index: int) -> bool:
+        """Whether a claim ever took this index."""
+        return index < self.next or self.bound.get(index) is not None
+
     def complete(self, index: int) -> bool:
         """The answer to one claim has ended: it races no more. Says whether the index raced."""
         live = self.live[index]

@@ -10,6 +10,7 @@ import re
 from typing import NamedTuple
 
 from gateway.core import ids
+from gateway.core.errors import CallerFault
 
 LARGEST_SAMPLE = 4095
 
@@ -37,8 +38,16 @@ class Origin(NamedTuple):
         return f"{self.identity}/{self.index}.{self.sample}"
 
 
-def read(name: str, identity: str, ordinal: int = 0) -> Origin | None:
-    """The sample that a request id names; None where it is none of this identity and session.
+class Named(NamedTuple):
+    """A request by its id: its effective identity and index, and the sample that goes on with it."""
+
+    identity: str
+    index: int  # type: ignore[assignment]  # hides a tuple's `index`
+    origin: Origin
+
+
+def read(name: str, identity: str, ordinal: int = 0) -> Named | None:
+    """The request that an id names; None where it is none of this identity and session.
 
     `{request id}` is its sample 0, `{request id}.{sample}` any, also as an engine has it, with `!`.
     """
@@ -46,15 +55,27 @@ def read(name: str, identity: str, ordinal: int = 0) -> Origin | None:
     match = re.fullmatch(re.escape(ids.written(identity)) + _CONTENT + _SEGMENT + behind + _PLACE, name)
     if match is None:
         return None
-    segment = match["first"] is not None
-    index = int(match["first"] if segment else match["index"])
+    segment, place = match["first"] is not None, int(match["index"])
+    index = int(match["first"]) if segment else place
     sample = int((match["drawn"] if segment else match["sample"]) or 0)
-    if index > ids.LARGEST_INDEX or sample > LARGEST_SAMPLE:
+    if max(index, place) > ids.LARGEST_INDEX or sample > LARGEST_SAMPLE:
         return None
-    return Origin(identity + (match["content"] or ""), index, sample)
+    effective = identity + (match["content"] or "")
+    origin = Origin(effective, index, sample)
+    return Named(origin.scope if segment else effective, place, origin)
 
 
 def origin(scope: str) -> Origin | None:
     """The sample whose segments have this effective identity."""
     match = _SEGMENTS.fullmatch(scope)
     return None if match is None else Origin(match[1], int(match[2]), int(match[3]))
+
+
+def unknown(run: str) -> CallerFault:
+    """The refusal of a name that no request of the run had."""
+    return CallerFault(
+        f"X-Detgate-Resume names a request that this session did not ask in run {run}. Name one that it did; one of "
+        "another run by /runs/{run} in the path or X-Detgate-Run.",
+        code="unknown_resume",
+        param="X-Detgate-Resume",
+    )

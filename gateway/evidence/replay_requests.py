@@ -21,6 +21,7 @@ from urllib.parse import quote
 import httpx
 import orjson
 
+from gateway.core.resume import origin
 from gateway.evidence.bodies import Records
 from gateway.evidence.diff import Diff, compare
 from gateway.evidence.ledgers import Source
@@ -193,15 +194,19 @@ class _Replay:
 
     async def _session(self, session: Recorded) -> None:
         """The requests of a session, each when those are answered that had ended before it began."""
-        running: dict[int, asyncio.Task[None]] = {}
+        running: dict[tuple[str, int], asyncio.Task[None]] = {}
         try:
             async with asyncio.TaskGroup() as requests:
                 for step in session.steps:
                     if step.what == "begin":
                         sent = session.requests[step.number]
-                        running[step.number] = requests.create_task(self._request(session, sent))
+                        drawn = origin(sent.identity)
+                        if drawn is not None and (begun := running.get(drawn[:2])) is not None:
+                            await begun  # what goes on has to be known
+                        running[sent.identity, sent.index] = requests.create_task(self._request(session, sent))
                     else:
-                        await running.pop(step.number)
+                        ended = session.requests[step.number]
+                        await running.pop((ended.identity, ended.index))
             if session.ended and not all(map(self._has, session.requests)):
                 await self._end(session)
         finally:

@@ -49,6 +49,12 @@ class Store(Protocol):
     async def settle(self, scope: ScopeKey, index: int, *, used: bool) -> bool:
         """One claim is over. True if the index is released now."""
 
+    async def has_issued(self, scope: ScopeKey, index: int) -> bool:
+        """Whether a request of this scope ever had this index. True also where that may have been forgotten.
+
+        Raises `StoreFault`.
+        """
+
     def raced(self, scope: ScopeKey, index: int) -> bool:
         """Whether an index that this process holds has raced so far, as far as this process knows."""
 

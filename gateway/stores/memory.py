@@ -109,6 +109,12 @@ class MemoryStore:
             self._wake(key)
         return released
 
+    async def has_issued(self, key: ScopeKey, index: int) -> bool:
+        if key.run in self._fenced:
+            return True
+        scope = self._scopes.get(key) or self._back(key, Session())
+        return scope is not None and scope.has_issued(index)
+
     def raced(self, key: ScopeKey, index: int) -> bool:
         return index in self._scopes[key].raced
 

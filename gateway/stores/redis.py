@@ -187,6 +187,9 @@ class RedisStore:
     async def settle(self, key: ScopeKey, index: int, *, used: bool) -> bool:
         return await self._runs[key.run].settle(key, index, used)
 
+    async def has_issued(self, key: ScopeKey, index: int) -> bool:
+        return await self._run(key.run).has_issued(key, index)
+
     def raced(self, key: ScopeKey, index: int) -> bool:
         return self._runs[key.run].issued(key, index).raced
 
@@ -284,6 +287,20 @@ class SharedRun:
             number, kind, *_ = counted.decode().split(",")
             self._next[key] = None if kind == KINDS["client"] else int(number)
             self._bound(self._next)
+
+    async def has_issued(self, key: ScopeKey, index: int) -> bool:
+        names = session_name(key.session), scope_name(key.session, key.identity)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._link.seconds
+        while True:
+            connection = self.part.connection or await self.part.join()
+            words = (self._store.terms.gateway, connection, *names, index)
+            answer = await self._link.call(scripts.ISSUED, self._keys, words)
+            if answer[0] != b"away":
+                return bool(answer[0] == b"yes")
+            self.part.leave(connection)
+            if loop.time() >= until:
+                raise self._link.fault()
 
     def knows(self, session: str) -> bool:
         return session in self._sessions

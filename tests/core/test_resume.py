@@ -42,16 +42,33 @@ DIGEST = "0123456789abcdef"
     ],
 )
 def test_which_sample_a_name_means(name: str, identity: str, ordinal: int, expected: Origin | None) -> None:
-    assert read(name, identity, ordinal) == expected
+    found = read(name, identity, ordinal)
+    assert (None if found is None else found.origin) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("17:3:12", ("17:3", 12)),
+        ("17:3:12.2-1!", ("17:3", 12)),
+        (f"17:3/{DIGEST}:1", (f"17:3/{DIGEST}", 1)),
+        ("17:3/5.1:4", ("17:3/5.1", 4)),
+        (f"17:3/{DIGEST}/5.1:4.0!", (f"17:3/{DIGEST}/5.1", 4)),
+    ],
+)
+def test_which_request_a_name_means(name: str, expected: tuple[str, int]) -> None:
+    found = read(name, "17:3")
+    assert found is not None
+    assert found[:2] == expected
 
 
 @pytest.mark.parametrize("ordinal", [0, 3])
 def test_a_segment_may_be_named_for_its_sample(ordinal: int) -> None:
     first = Origin("a b", 5, 2)
-    assert read(first.name(ordinal), "a b", ordinal) == first
+    assert read(first.name(ordinal), "a b", ordinal) == ("a b", 5, first)
     assert origin(first.scope) == first
     for number in range(3):
-        assert read(ids.request_id(first.scope, number, ordinal), "a b", ordinal) == first
+        assert read(ids.request_id(first.scope, number, ordinal), "a b", ordinal) == (first.scope, number, first)
 
 
 def test_segments_stand_behind_their_sample_and_before_the_next_identity() -> None:

@@ -228,6 +228,17 @@ async def test_what_an_earlier_connection_sent_is_not_run_late() -> None:
             assert await numbered(one, ME, ask("b")) == [1]
 
 
+async def test_after_a_flush_what_was_issued_is_known_once_it_was_told_again() -> None:
+    async with RedisServer() as server, store(server.url, terms(lease=LEASE)) as one:
+        await server.meet()
+        assert await numbered(one, ME, ask("a")) == [0]
+        numbers = ME._replace(identity="numbers")
+        assert await numbered(one, numbers, ask("a", number=3)) == [3]
+        await server.ask("FLUSHALL")
+        assert [await one.has_issued(ME, index) for index in (0, 1)] == [True, False]
+        assert [await one.has_issued(numbers, index) for index in (0, 3)] == [False, True]
+
+
 @pytest.mark.parametrize("strict", [True, False])
 async def test_only_sessions_of_a_gateway_that_is_gone_are_fenced(strict: bool) -> None:
     pair = Pair()
@@ -248,6 +259,8 @@ async def test_only_sessions_of_a_gateway_that_is_gone_are_fenced(strict: bool) 
             assert await numbered(here, key("both"), ask("b")) == [1]
             assert await numbered(here, key("new"), ask("b")) == [0]
             assert await pair.replica.ask("SMEMBERS", "detgate:{run}:missing") == [b"doomed"]
+            # What a fenced session asked may have been forgotten, so nothing is said to be unknown there.
+            assert [await here.has_issued(key(name), 5) for name in ("ours", "both", "theirs")] == [False, False, True]
             if strict:
                 with pytest.raises(Conflict) as refused:
                     await here.claim(key("theirs"), ask("c"), 0)

@@ -197,6 +197,23 @@ async def test_runs_sessions_and_identities_have_counters_of_their_own(kind: Any
             assert await store.claim(scope, Ask("arrival", b"x", "x", key=None), 1) == Claim(0)
 
 
+async def test_what_was_issued_is_known_for_good(kind: Any) -> None:
+    async with kind.opened() as store:
+        assert not await store.has_issued(SCOPE, 0)
+        numbered = SCOPE._replace(identity="numbered")
+        for scope, ask in ((SCOPE, Ask("arrival", b"x")), (numbered, Ask("client", b"x", "x", 7))):
+            claim = await store.claim(scope, ask, 1)
+            assert await store.has_issued(scope, claim.index)
+            await store.complete(scope, claim.index)
+            await store.settle(scope, claim.index, used=False)
+        for number in range(12):
+            await store.claim(SCOPE._replace(identity=f"{number}"), Ask("arrival", b"x"), 1)
+        assert [await store.has_issued(SCOPE, index) for index in (0, 1)] == [True, False]
+        assert [await store.has_issued(numbered, index) for index in (0, 6, 7, 8)] == [False, False, True, False]
+        for other in (SCOPE._replace(session="other"), SCOPE._replace(run="other"), SCOPE._replace(identity="none")):
+            assert not await store.has_issued(other, 0)
+
+
 async def test_a_key_holds_in_one_session_of_one_run(kind: Any) -> None:
     async with kind.opened() as store:
         ask = Ask("arrival", b"x", "x", key="K")

@@ -163,6 +163,14 @@ async def test_where_the_file_cannot_grow_scopes_stay_in_memory_and_nothing_is_l
     assert (await served(store, scope("s0"), plain("b"))).index == 1
 
 
+async def test_where_the_ledger_has_a_gap_nothing_is_said_to_be_unknown(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.restore(RUN, tmp_path, [])
+    assert not await store.has_issued(scope("s"), 0)
+    store.fence(RUN)
+    assert await store.has_issued(scope("s"), 0)
+
+
 def test_a_shelf_that_nothing_was_put_on_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "state.db").write_bytes(b"left by a process that was killed")
     shelf = Shelf(tmp_path / "state.db")

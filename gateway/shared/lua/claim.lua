@@ -14,18 +14,7 @@ if got[2] ~= connection or not is_server(got[1]) then
 end
 open(name, got[6])
 
--- A session that a gateway served which did not tell what it did, before this epoch.
-local epoch, whole = got[4], got[5]
-if whole ~= epoch and whole ~= 'F' then
-    whole = epoch
-    local missing = call('SMEMBERS', PREFIX .. 'missing')
-    local forgot = #missing > 0 and call('HGET', H, '@forgot') == '1'
-    for _, other in ipairs(missing) do
-        if forgot or call('HEXISTS', H, session .. 'g' .. other) == 1 then
-            whole = 'F'
-        end
-    end
-end
+local whole = how_whole(session, got[5], got[4])
 if whole == 'F' and strict then
     return {'fenced'}
 end

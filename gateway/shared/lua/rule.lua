@@ -182,6 +182,21 @@ local function wake()
     end
 end
 
+-- The epoch, if all is known that was asked in a session; F where a gateway served it before the epoch that did not tell.
+local function how_whole(session, known, epoch)
+    if known == epoch or known == 'F' then
+        return known
+    end
+    local missing = call('SMEMBERS', PREFIX .. 'missing')
+    local forgot = #missing > 0 and call('HGET', H, '@forgot') == '1'
+    for _, other in ipairs(missing) do
+        if forgot or call('HEXISTS', H, session .. 'g' .. other) == 1 then
+            return 'F'
+        end
+    end
+    return epoch
+end
+
 -- --- one claim
 local function read_claim(token, claims)
     local text = call('HGET', claims, token)
