@@ -56,6 +56,12 @@ def container(manifest: Manifest) -> dict[str, Any]:
     return dict(found)
 
 
+def port(manifest: Manifest, name: str) -> int:
+    """The port of the container that has this name."""
+    [found] = [each["containerPort"] for each in container(manifest)["ports"] if each["name"] == name]
+    return int(found)
+
+
 def environment(manifest: Manifest) -> dict[str, str]:
     """The variables of the container, secrets filled in."""
     env = {}

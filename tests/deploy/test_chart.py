@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import json
 import re
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import helm_python as helm
-import kubernetes_validate  # type: ignore[import-untyped]
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 import yaml
 
@@ -16,13 +20,18 @@ from gateway import __version__, engines
 from gateway.cli import _parser
 from gateway.core import routing
 from gateway.launch import Wish, load
-from tests.deploy import chart
+from tests import ports
+from tests.deploy import chart, kubernetes
 from tests.deploy.chart import CHART, EXAMPLES, ROOT, SECRETS, Manifest, example, rendered
 from tests.deploy.test_monitoring import promtool
+from tests.harness import FakeWorker, gateway, pool
 
 NAMES = [path.stem for path in EXAMPLES]
-CUSTOM = ("ServiceMonitor", "PrometheusRule")
-"""Kinds of the Prometheus operator, which no Kubernetes schema knows."""
+CUSTOM = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "schemas").glob("*.json")}
+"""Kinds of the Prometheus operator, which no Kubernetes schema knows, with the operator's own."""
+
+CERTIFICATE = ROOT / "tests" / "shared" / "tls"
+"""A certificate for 127.0.0.1 that is its own authority."""
 
 each_example = pytest.mark.parametrize("name", NAMES)
 
@@ -46,7 +55,7 @@ def refused(values: dict[str, Any]) -> str:
 
 
 def test_there_is_an_example_for_each_way() -> None:
-    assert set(NAMES) == {"one-node", "ha-redis", "vllm", "sglang"}
+    assert set(NAMES) == {"one-node", "ha-redis", "tls", "vllm", "sglang"}
 
 
 @each_example
@@ -62,20 +71,86 @@ def test_it_is_valid_for_kubernetes(name: str, version: str, manifests: dict[str
     known = [each for each in manifests[name] if each["kind"] not in CUSTOM]
     assert len(known) >= 6
     for manifest in known:
-        kubernetes_validate.validate(manifest, version, strict=True)
+        kubernetes.check(manifest, version)
 
 
-def test_the_kinds_of_the_operator_are_shaped_as_it_wants(manifests: dict[str, list[Manifest]], tmp_path: Path) -> None:
-    [monitor] = chart.of(manifests["ha-redis"], "ServiceMonitor")
-    assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
+def test_a_field_that_kubernetes_does_not_know_is_found(manifests: dict[str, list[Manifest]]) -> None:
+    manifest = copy.deepcopy(chart.gateway(manifests["one-node"]))
+    chart.container(manifest)["livenessProbe"]["timeout"] = 5
+    with pytest.raises(jsonschema.ValidationError, match="timeout"):
+        kubernetes.check(manifest, "1.37")
+
+
+def monitored(**more: Any) -> dict[str, Any]:
+    return minimal(serviceMonitor={"enabled": True}, prometheusRule={"enabled": True}) | more
+
+
+def closed(schema: Any) -> Any:
+    """The schema, such that a field which it does not list is refused: the cluster would drop it in silence."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inside = {key: closed(value) for key, value in schema.items()}
+    return inside | {"additionalProperties": False} if isinstance(schema.get("properties"), dict) else inside
+
+
+def of_operator(manifest: Manifest) -> None:
+    """Raises `jsonschema.ValidationError`. The metadata are Kubernetes' own."""
+    assert manifest["apiVersion"] == "monitoring.coreos.com/v1"
+    jsonschema.Draft202012Validator(closed(CUSTOM[manifest["kind"]])).validate(manifest)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        monitored(),
+        monitored(adminPort=9000),
+        monitored(tls={"existingSecret": "tls"}),
+        monitored(tls={"existingSecret": "tls", "clientCa": "ca.crt"}),
+        monitored(
+            tls={"existingSecret": "tls"},
+            serviceMonitor={"enabled": True, "tlsConfig": {"insecureSkipVerify": True}, "labels": {"release": "mine"}},
+        ),
+        example("ha-redis"),
+        example("tls"),
+    ],
+)
+def test_the_kinds_of_the_operator_are_as_its_schemas_want(values: dict[str, Any]) -> None:
+    found = [each for each in rendered(values) if each["kind"] in CUSTOM]
+    assert {each["kind"] for each in found} == CUSTOM.keys()
+    for manifest in found:
+        of_operator(manifest)
+
+
+def test_a_field_that_the_operator_does_not_know_is_found() -> None:
+    [monitor] = chart.of(rendered(monitored()), "ServiceMonitor")
+    monitor["spec"]["endpoints"][0]["tlsconfig"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="tlsconfig"):
+        of_operator(monitor)
+
+
+@pytest.mark.parametrize("name", ["ha-redis", "tls"])
+def test_each_gateway_is_scraped_once_where_its_metrics_are(
+    name: str, manifests: dict[str, list[Manifest]], tmp_path: Path
+) -> None:
+    [monitor] = chart.of(manifests[name], "ServiceMonitor")
     [endpoint] = monitor["spec"]["endpoints"]
-    services = [
+    [service] = [
         each
-        for each in chart.of(manifests["ha-redis"], "Service")
+        for each in chart.of(manifests[name], "Service")
         if monitor["spec"]["selector"]["matchLabels"].items() <= each["metadata"]["labels"].items()
     ]
-    assert len(services) == 1, "each gateway is scraped once"
-    assert endpoint["port"] in {port["name"] for port in services[0]["spec"]["ports"]}
+    [port] = [port for port in service["spec"]["ports"] if port["name"] == endpoint["port"]]
+    told = chart.settings(manifests[name], tmp_path)
+    reached = chart.port(chart.gateway(manifests[name]), port["targetPort"])
+    assert reached == (told.admin_port or told.port)
+    assert endpoint.get("scheme", "http") == ("https" if told.tls.cert else "http")
+
+
+def test_prometheus_reads_the_rules_that_the_operator_gets(
+    manifests: dict[str, list[Manifest]], tmp_path: Path
+) -> None:
     [rule] = chart.of(manifests["ha-redis"], "PrometheusRule")
     file = tmp_path / "rules.yml"
     file.write_text(yaml.safe_dump(rule["spec"]))
@@ -180,6 +255,64 @@ def test_another_configuration_rolls_the_pods() -> None:
     assert checksum(1) == checksum(1) != checksum(2)
 
 
+# --- TLS, and a port for administration
+
+
+def test_the_gateway_speaks_tls_by_the_secret(manifests: dict[str, list[Manifest]], tmp_path: Path) -> None:
+    told = chart.settings(manifests["tls"], tmp_path).tls
+    pod = chart.gateway(manifests["tls"])["spec"]["template"]["spec"]
+    [mount] = [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "tls"]
+    assert mount["readOnly"] is True
+    assert "subPath" not in mount, "a renewed secret would not be seen"
+    assert (str(told.cert), str(told.key)) == (f"{mount['mountPath']}/tls.crt", f"{mount['mountPath']}/tls.key")
+    assert {"name": "tls", "secret": {"secretName": "detgate-tls"}} in pod["volumes"]
+    probes = [pod["containers"][0][f"{probe}Probe"]["httpGet"] for probe in ("liveness", "readiness", "startup")]
+    assert {probe["scheme"] for probe in probes} == {"HTTPS"}
+
+
+async def test_where_clients_show_certificates_the_probes_do_so_too(tmp_path: Path) -> None:
+    container = chart.container(chart.gateway(rendered(minimal(tls={"existingSecret": "t", "clientCa": "ca.crt"}))))
+    for name, source in {"tls.crt": "certificate.pem", "tls.key": "key.pem", "ca.crt": "certificate.pem"}.items():
+        shutil.copyfile(CERTIFICATE / source, tmp_path / name)
+    told = {each["name"]: each.get("value", "") for each in container["env"]}
+    tls = {key: told[f"DETGATE_TLS__{key.upper()}"] for key in ("cert", "key", "client_ca")}
+    tls = {key: value.replace("/etc/detgate-tls", str(tmp_path)) for key, value in tls.items()}
+
+    async def passes(probe: str, port: int) -> bool:
+        [_, *words] = container[f"{probe}Probe"]["exec"]["command"]
+        words = [word.replace("/etc/detgate-tls", str(tmp_path)).replace(":8000", f":{port}") for word in words]
+        asked = await asyncio.create_subprocess_exec(sys.executable, *words, stderr=asyncio.subprocess.PIPE)
+        await asked.communicate()
+        return asked.returncode == 0
+
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), tls=tls) as gate:
+        assert await passes("readiness", gate.port)
+    async with gateway(pool("policy", f"http://127.0.0.1:{ports.free()}"), tls=tls) as gate:
+        assert await passes("liveness", gate.port)
+        assert not await passes("readiness", gate.port)
+
+
+def test_administration_is_published_by_a_service_of_its_own() -> None:
+    found = rendered(minimal(adminPort=9000, service={"type": "LoadBalancer"}))
+    [public] = chart.of(found, "Service", "demo-detgate")
+    [inner] = chart.of(found, "Service", "demo-detgate-admin")
+    assert [port["name"] for port in public["spec"]["ports"]] == ["http"]
+    assert [port["name"] for port in inner["spec"]["ports"]] == ["admin"]
+    assert inner["spec"].get("type", "ClusterIP") == "ClusterIP"
+    assert inner["spec"]["selector"].items() <= chart.gateway(found)["spec"]["template"]["metadata"]["labels"].items()
+    assert chart.of(rendered(minimal()), "Service", "demo-detgate-admin") == []
+
+
+@pytest.mark.parametrize("metrics", [[], [{"namespaceSelector": {"matchLabels": {"it": "scrapes"}}}]])
+@pytest.mark.parametrize("admin", [[], [{"namespaceSelector": {"matchLabels": {"it": "administers"}}}]])
+def test_the_port_for_administration_is_reached_by_whom_it_names(metrics: list[Any], admin: list[Any]) -> None:
+    found = rendered(minimal(adminPort=9000, networkPolicy={"metricsFrom": metrics, "adminFrom": admin}))
+    [policy] = chart.of(found, "NetworkPolicy", "demo-detgate")
+    let_in = {rule["ports"][0]["port"]: rule["from"] for rule in policy["spec"]["ingress"]}
+    assert let_in.pop("http") == [{"podSelector": {}}], "those who scrape need no more than their port"
+    assert let_in == ({"admin": metrics + admin} if metrics + admin else {}), "an empty list would let everyone in"
+
+
 # --- what cannot work
 
 
@@ -194,6 +327,12 @@ def test_another_configuration_rolls_the_pods() -> None:
         (minimal(pools=[{"name": "p", "engine": "vllm"}]), "one of servers"),
         (minimal(pools=[{"name": "p", "engine": "tgi", "servers": []}]), "engine"),
         (minimal(sttings={}), "sttings"),
+        (minimal(adminPort=80), "adminPort"),
+        (minimal(adminPort=8000), "adminPort"),
+        (minimal(settings={"admin_port": 9000}), "settings"),
+        (minimal(settings={"tls": {"cert": "a.pem"}}), "settings"),
+        (minimal(tls={"clientCa": "ca.crt"}), "tls.existingSecret"),
+        (minimal(networkPolicy={"adminFrom": [{"podSelector": {}}]}), "adminPort"),
         (minimal(settings={"state": "memory"}), "settings"),
         (minimal(settings={"auth": {"api_keys": ["one"]}}), "settings"),
     ],
@@ -223,15 +362,15 @@ def test_addresses_are_those_of_pods_that_are_started(
     name: str, manifests: dict[str, list[Manifest]], tmp_path: Path
 ) -> None:
     found = manifests[name]
-    for pool in chart.settings(found, tmp_path).pools:
-        for number, replica in enumerate(pool.replicas):
+    for told in chart.settings(found, tmp_path).pools:
+        for number, replica in enumerate(told.replicas):
             pod, service, namespace, *rest = replica.url.removeprefix("http://").split(".")
             workload, ordinal = pod.rsplit("-", 1)
             assert (int(ordinal), namespace) == (number, "inference")
             assert ".".join(rest) == "svc.cluster.local:8000"
             [started] = chart.of(found, "StatefulSet", workload)
             assert started["spec"]["serviceName"] == service
-            assert started["spec"]["replicas"] == len(pool.replicas)
+            assert started["spec"]["replicas"] == len(told.replicas)
             [headless] = chart.of(found, "Service", service)
             assert headless["spec"]["clusterIP"] == "None"
             assert headless["spec"]["publishNotReadyAddresses"] is True
@@ -239,18 +378,18 @@ def test_addresses_are_those_of_pods_that_are_started(
             assert headless["spec"]["selector"].items() <= labels.items()
             assert chart.container(started)["ports"][0]["containerPort"] == 8000
             probe = chart.container(started)["startupProbe"]
-            assert probe["httpGet"]["path"] == engines.load(pool.engine).PROBE
+            assert probe["httpGet"]["path"] == engines.load(told.engine).PROBE
             if name != "one-node":
                 assert probe["periodSeconds"] * probe["failureThreshold"] >= 1800
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_engines_are_started_by_their_launch_profile(engine: str, manifests: dict[str, list[Manifest]]) -> None:
-    for pool, role, model in (
+    for name, role, model in (
         ("policy", "generate", "Qwen/Qwen3-8B"),
         ("reward", "reward", "Skywork/Skywork-Reward-V2-Qwen3-0.6B"),
     ):
-        [started] = chart.of(manifests[engine], "StatefulSet", f"demo-detgate-{pool}")
+        [started] = chart.of(manifests[engine], "StatefulSet", f"demo-detgate-{name}")
         container = chart.container(started)
         profile = load(engine).profile(Wish("hopper", role, model))  # type: ignore[arg-type]
         assert container["command"] == profile.arguments
@@ -290,12 +429,12 @@ def test_listed_servers_are_reached_at_their_ports() -> None:
 @pytest.mark.parametrize("name", ["one-node", "vllm", "sglang"])
 def test_nobody_but_the_gateway_reaches_the_replicas(name: str, manifests: dict[str, list[Manifest]]) -> None:
     mine = chart.gateway(manifests[name])["spec"]["template"]["metadata"]["labels"]
-    for pool in ("policy", "reward"):
-        [policy] = chart.of(manifests[name], "NetworkPolicy", f"demo-detgate-{pool}")
+    for each in ("policy", "reward"):
+        [policy] = chart.of(manifests[name], "NetworkPolicy", f"demo-detgate-{each}")
         [rule] = policy["spec"]["ingress"]
         [who] = rule["from"]
         assert who["podSelector"]["matchLabels"].items() <= mine.items()
-        [started] = chart.of(manifests[name], "StatefulSet", f"demo-detgate-{pool}")
+        [started] = chart.of(manifests[name], "StatefulSet", f"demo-detgate-{each}")
         labels = started["spec"]["template"]["metadata"]["labels"]
         assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
         assert not who["podSelector"]["matchLabels"].items() <= labels.items()

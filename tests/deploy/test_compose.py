@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -22,6 +23,7 @@ from tests.harness import FakeWorker, chat, gateway, pool
 
 BASE = "docker-compose.yml"
 MODELS = {"POLICY_MODEL": "org/policy", "REWARD_MODEL": "org/reward"}
+CLOSED = {"DETGATE_TLS_FOLDER": "./deploy", "DETGATE_AUTH__API_KEYS": "one two", "DETGATE_AUTH__ADMIN_KEY": "three"}
 EXTERNAL = {"DETGATE_WORKER_URLS": "policy-0=http://vllm-a:8000 http://vllm-b:8000", "DETGATE_NETWORK": "engines"}
 PROJECTS: dict[str, tuple[list[str], dict[str, str]]] = {
     "simulated": ([BASE], {}),
@@ -29,6 +31,7 @@ PROJECTS: dict[str, tuple[list[str], dict[str, str]]] = {
     "sglang": ([BASE, "deploy/compose/sglang.yml"], MODELS),
     "vllm-cpu": ([BASE, "deploy/compose/vllm-cpu.yml"], MODELS),
     "external": ([BASE, "deploy/compose/external.yml"], EXTERNAL),
+    "tls": ([BASE, "deploy/compose/tls.yml"], CLOSED),
 }
 HARDWARE = {"vllm": ("vllm", "hopper"), "sglang": ("sglang", "hopper"), "vllm-cpu": ("vllm", "cpu")}
 
@@ -124,11 +127,11 @@ def test_the_gateway_starts_with_its_configuration(name: str) -> None:
     told = settings(name)
     assert told.warnings() == []
     assert told.host == "0.0.0.0"
-    assert told.insecure
+    assert told.insecure == (name != "tls")
     assert told.state == "redis://redis:6379/0"
     service = project(name)["services"]["gateway"]
     assert seconds(service["stop_grace_period"]) > told.timeouts.drain
-    assert service["ports"] == [f"127.0.0.1:8000:{told.port}"]
+    assert service["ports"][0] == f"127.0.0.1:8000:{told.port}"
     other = settings(name, DETGATE_PROFILE="strict", DETGATE_SEED="7", DETGATE_RUN="second", DETGATE_WORKERS="4")
     assert (other.profile, other.seed, other.run, other.workers) == ("strict", 7, "second", 4)
 
@@ -216,13 +219,52 @@ def test_keys_close_it_again() -> None:
     assert told.auth.admin_key is not None
 
 
-def test_prometheus_and_grafana_find_what_is_mounted() -> None:
-    services = project("simulated")["services"]
-    config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
-    [scraped] = config["scrape_configs"][0]["static_configs"][0]["targets"]
-    assert scraped == f"gateway:{settings('simulated').port}"
-    assert "./deploy/prometheus:/etc/prometheus:ro" in services["prometheus"]["volumes"]
+def test_the_closed_gateway_speaks_tls_and_administers_on_another_port() -> None:
+    told = settings("tls")
+    service = project("tls")["services"]["gateway"]
+    assert (str(told.tls.cert), str(told.tls.key)) == ("/etc/detgate-tls/tls.crt", "/etc/detgate-tls/tls.key")
+    assert "./deploy:/etc/detgate-tls:ro" in service["volumes"]
+    assert "https://127.0.0.1:8000/readyz" in service["healthcheck"]["test"][-1]
+    assert service["ports"] == ["127.0.0.1:8000:8000", f"127.0.0.1:9000:{told.admin_port}"]
+    files, variables = PROJECTS["tls"]
+    opened = together(files, variables | {"DETGATE_PUBLISHED_ADDRESS": "10.0.0.5"})["services"]["gateway"]["ports"]
+    assert opened == ["10.0.0.5:8000:8000", "127.0.0.1:9000:9000"], "administration stays where it is"
+
+
+@pytest.mark.parametrize("variable", CLOSED)
+def test_a_closed_gateway_does_not_start_open(variable: str) -> None:
+    with pytest.raises(Missing, match=variable):
+        together(PROJECTS["tls"][0], {name: value for name, value in CLOSED.items() if name != variable})
+
+
+async def test_its_health_check_passes_over_tls() -> None:
+    certificate = ROOT / "tests" / "shared" / "tls" / "certificate.pem"
+    tls = {"cert": str(certificate), "key": str(certificate.with_name("key.pem"))}
+    [_, _, *words] = project("tls")["services"]["gateway"]["healthcheck"]["test"]
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), tls=tls) as gate:
+        words = [word.replace(":8000", f":{gate.port}") for word in words]
+        asked = await asyncio.create_subprocess_exec(sys.executable, *words)
+        assert await asked.wait() == 0
+
+
+@each_project
+def test_prometheus_scrapes_the_port_that_has_metrics(name: str) -> None:
+    service, told = project(name)["services"]["prometheus"], settings(name)
+    assert "./deploy/prometheus:/etc/prometheus:ro" in service["volumes"]
+    [file] = [word.partition("=")[2] for word in service["command"] if word.startswith("--config.file=")]
+    config = yaml.safe_load((ROOT / "deploy/prometheus" / Path(file).name).read_text())
+    [job] = config["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [f"gateway:{told.admin_port or told.port}"]}]
+    assert job.get("scheme", "http") == ("https" if told.tls.cert else "http")
+    mounted = [volume.split(":")[1] for volume in service["volumes"]]
+    assert ("tls_config" in job) == bool(told.tls.cert)
+    if "tls_config" in job:
+        assert str(Path(job["tls_config"]["ca_file"]).parent) in mounted
     assert list((ROOT / "deploy/prometheus").glob(config["rule_files"][0]))
+
+
+def test_grafana_finds_what_is_mounted() -> None:
+    services = project("simulated")["services"]
     dashboards = yaml.safe_load((ROOT / "deploy/grafana/provisioning/dashboards/detgate.yml").read_text())
     folder = dashboards["providers"][0]["options"]["path"]
     assert f"./deploy/grafana/dashboards:{folder}:ro" in services["grafana"]["volumes"]

@@ -58,6 +58,16 @@ def test_promtool_reads_configuration_and_rules() -> None:
     promtool("check", "config", DEPLOY / "prometheus" / "prometheus.yml")
 
 
+def test_promtool_reads_the_configuration_for_tls(tmp_path: Path) -> None:
+    text = (DEPLOY / "prometheus" / "prometheus-tls.yml").read_text()
+    authority = ROOT / "tests" / "shared" / "tls" / "certificate.pem"
+    file = tmp_path / "prometheus.yml"
+    file.write_text(
+        text.replace("/etc/detgate-tls/ca.crt", str(authority)).replace("rules/", f"{DEPLOY}/prometheus/rules/")
+    )
+    promtool("check", "config", file)
+
+
 def test_alerts_fire_on_what_they_name_and_on_nothing_else() -> None:
     promtool("test", "rules", ROOT / "tests" / "deploy" / "alerts.yml")
 

@@ -23,6 +23,29 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- if or .Values.redis.url .Values.redis.existingSecret.name }}true{{ end }}
 {{- end }}
 
+{{- define "detgate.scheme" -}}
+{{ .Values.tls.existingSecret | empty | ternary "http" "https" }}
+{{- end }}
+
+{{/* Asks a path of the gateway's. The kubelet has no certificate to show, so where one is wanted the container asks itself. */}}
+{{- define "detgate.probe" -}}
+{{- $root := index . 0 }}{{ $path := index . 1 }}
+{{- if $root.Values.tls.clientCa }}
+exec:
+  command:
+    - python
+    - -c
+    - |
+      import ssl, urllib.request
+      tls = ssl.create_default_context()
+      tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+      tls.load_cert_chain("/etc/detgate-tls/{{ $root.Values.tls.cert }}", "/etc/detgate-tls/{{ $root.Values.tls.key }}")
+      urllib.request.urlopen("https://127.0.0.1:8000{{ $path }}", timeout=4, context=tls)
+{{- else }}
+httpGet: {path: {{ $path }}, port: http{{ if $root.Values.tls.existingSecret }}, scheme: HTTPS{{ end }}}
+{{- end }}
+{{- end }}
+
 {{/* The replicas of a pool, by their stable names. */}}
 {{- define "detgate.replicas" -}}
 {{- $root := index . 0 }}{{ $pool := index . 1 }}
@@ -74,6 +97,12 @@ pools:
 {{- end }}
 {{- if not (or .Values.auth.existingSecret .Values.auth.insecure) }}
 {{- fail "auth.existingSecret: names the secret with the gateway's keys; auth.insecure: true serves whoever reaches it" }}
+{{- end }}
+{{- if and .Values.tls.clientCa (not .Values.tls.existingSecret) }}
+{{- fail "tls.clientCa: needs tls.existingSecret, which holds it" }}
+{{- end }}
+{{- if and .Values.networkPolicy.adminFrom (not .Values.adminPort) }}
+{{- fail "networkPolicy.adminFrom: needs an adminPort" }}
 {{- end }}
 {{- if and (not .Values.pools) (not .Values.configSecret.name) }}
 {{- fail "pools: none; list the replicas that the gateway stands before" }}
