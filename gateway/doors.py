@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.core.errors import Fault, Forbidden, NotFound
 from gateway.core.shapes import error_body, error_headers
 
-_PUBLIC = frozenset({"/livez", "/readyz", "/sessions"})
+_PUBLIC = frozenset({"/livez", "/readyz", "/sessions", "/grant_capacity", "/export_trajectories"})
 _PUBLIC_BELOW = ("/sessions/", "/groups/", "/runs/", "/rl/", "/v1/")
 """What clients of the data plane need too."""
 

@@ -2,20 +2,28 @@
 
 They stand at the root and under `/v1`, since clients append them to their base URL, whichever it is. Statuses are
 AReaL's, bodies of errors the gateway's own. A session here is one like any other: its identity is the task.
+
+Its trainer also asks `grant_capacity` before it starts a session, and takes what the session did by
+`export_trajectories`, which is read from the ledger.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import orjson
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway import exports
-from gateway.core.errors import Busy, CallerFault, Gone, TooMany, Unauthorized
+from gateway.core import trajectory
+from gateway.core.errors import Busy, CallerFault, Conflict, Gone, NotFound, TooMany, Unauthorized
+from gateway.core.trajectory import Turn, Unkept
 from gateway.keys import AdminKey, given
+from gateway.ledger.requests import Requests
 from gateway.runs import Runs
 from gateway.sessions import Interaction, Session, Sessions, Wanted
 from gateway.sessions_api import Desk, Identity, Reward, named, read
@@ -44,6 +52,22 @@ class Rewarding(BaseModel):
     )
 
 
+class Export(BaseModel):
+    """Which sessions to take. AReaL knows two shapes: one session, which is waited for, or several as they stand."""
+
+    model_config = ConfigDict(strict=True)
+
+    session_id: str | None = Field(None, description="A session; the answer waits until it has ended.")
+    session_ids: list[str] | None = Field(None, description="Sessions; those that are not known are passed over.")
+    discount: float = Field(1.0, allow_inf_nan=False, description="What a turn's reward is worth to the turn before.")
+    style: Literal["individual"] = Field("individual", description="Each turn by itself.")
+    remove_session: bool = Field(True, description="With session_ids: end them.")
+
+
+POLL = 0.1
+"""Seconds after which a session that is waited for is looked at again."""
+
+
 def build(settings: Settings, runs: Runs, sessions: Sessions, store: Store) -> APIRouter:
     """The routes. `/runs/{run}` may stand before them, and a session's own prefix before the last two."""
     router = APIRouter()
@@ -57,6 +81,17 @@ def build(settings: Settings, runs: Runs, sessions: Sessions, store: Store) -> A
                 summary="Begin a session, as AReaL's clients do",
                 openapi_extra=_described(Start),
             )(routes.start)
+            router.post(
+                f"{prefix}{base}/grant_capacity",
+                include_in_schema=shown,
+                summary="How many sessions there is room for, as AReaL's trainer asks before it begins one",
+            )(routes.grant)
+            router.post(
+                f"{prefix}{base}/export_trajectories",
+                include_in_schema=shown,
+                summary="What sessions did, with rewards, as AReaL's trainer takes it",
+                openapi_extra=_described(Export),
+            )(routes.export)
             for session in ("", "/sessions/{session_id}"):
                 router.post(
                     f"{prefix}{session}{base}/rl/set_reward",
@@ -84,6 +119,8 @@ class _Routes:
         self._runs = runs
         self._sessions = sessions
         self._desk = desk
+        self._most = settings.limits.sessions
+        self._seconds = settings.timeouts.group
 
     async def start(self, request: Request) -> Response:
         """Create what is asked for; 429 where there is no room, 409 where the key's session is open."""
@@ -124,6 +161,68 @@ class _Routes:
         await self._sessions.end(session)
         return _json(200, {"message": "success", "interaction_count": session.interactions})
 
+    async def grant(self, request: Request) -> Response:
+        """Say that there is room. How stale a rollout may be is the trainer's to hold to: nothing is counted here."""
+        self._may_administer(request)
+        return _json(200, {"capacity": self._most - self._sessions.live})
+
+    async def export(self, request: Request) -> Response:
+        """The turns of sessions. Raises `NotFound`, `Busy` where one does not end, `Conflict` where not all is here."""
+        self._may_administer(request)
+        asked = await read(request, Export)
+        if asked.session_id is None and not asked.session_ids:
+            raise CallerFault("session_id or session_ids is needed.", param="session_ids")
+        run = self._desk.run(named(request).run, known=True).name
+        await self._sessions.prepared(run, given(dict(request.headers.raw)))
+        if asked.session_id is not None:
+            found = [await self._ended(run, asked.session_id)]
+        else:
+            known = (self._sessions.session(run, name) for name in asked.session_ids or ())
+            found = [session for session in known if session is not None]
+        taken = [await self._turns(session, asked.discount) for session in found]
+        if asked.session_id is None and asked.remove_session:
+            for session in found:
+                await self._sessions.end(session)
+        return StreamingResponse(_interactions(taken), media_type="application/json")
+
+    async def _ended(self, run: str, name: str) -> Session:
+        """A session, when it has ended."""
+        session = self._sessions.session(run, name)
+        if session is None:
+            raise NotFound(f"Run {run} has no session {name} that was created.", code="session_not_found")
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._seconds
+        await self._sessions.refresh(session)
+        while session.state == "open":
+            if loop.time() >= until:
+                raise Busy(f"Session {name} has not ended. End it first.", code="session_open", retry_after=1)
+            await asyncio.sleep(POLL)
+            await self._sessions.refresh(session)
+        return session
+
+    async def _turns(self, session: Session, discount: float) -> Trajectory:
+        folder, _ = self._runs.reading(session.known.run)
+        requests = await exports.of_session(folder, session.known.session, session.since)
+        missing = set(await self._sessions.gateways(session.known.run)) - requests.gateways
+        if missing:
+            raise Conflict(
+                f"Requests of session {session.known.session} may be in the ledger of {', '.join(sorted(missing))}, "
+                "which is not here. Let all gateways have one ledger folder.",
+                code="ledger_elsewhere",
+            )
+        try:
+            return await asyncio.to_thread(Trajectory, requests, discount)
+        except Unkept as unkept:
+            raise Conflict(
+                f"The ledger has not the whole bodies of {unkept}. Set ledger.bodies, and a ledger.body_bytes that is "
+                "large enough.",
+                code="bodies_not_kept",
+            ) from None
+
+    def _may_administer(self, request: Request) -> None:
+        self._admin.check(given(dict(request.headers.raw)))
+        self._admin.check_host(request.url.hostname or "")
+
     def _may_start(self, key: bytes) -> None:
         """The admin key alone, where there is one; else whoever may use the data plane."""
         if self._admin.needed:
@@ -158,6 +257,49 @@ class _Routes:
             )
         ids = found["request_id"], found["answer_id"]
         return Interaction(found["identity"], found["index"], *ids, delivered=True, reward=found["reward"])
+
+
+class Trajectory:
+    """The turns of one session in their order. All are read twice, so that one at a time is in memory.
+
+    Raises `Unkept`.
+    """
+
+    def __init__(self, requests: Requests, discount: float) -> None:
+        self._requests = requests
+        rewards: list[float | None] = []
+        self.tokens = True
+        """Every turn tells its tokens."""
+        for turn in self._read():
+            rewards.append(turn.reward)
+            self.tokens &= turn.tokens is not None
+        self._rewards = trajectory.discounted(rewards, discount)
+
+    def turns(self) -> Iterator[tuple[Turn, float]]:
+        """Each turn and its reward."""
+        return zip(self._read(), self._rewards, strict=False)
+
+    def _read(self) -> Iterator[Turn]:
+        for block in self._requests.lines(self._requests.canonical()):
+            for line in block.splitlines():
+                turn = trajectory.read(orjson.loads(line))
+                if turn is not None:
+                    yield turn
+
+
+def _interactions(taken: Sequence[Trajectory]) -> Iterator[bytes]:
+    """The answer. Its trainer takes tensors from all turns or from none."""
+    shape = trajectory.tensors if all(each.tokens for each in taken) else trajectory.strings
+    names: set[str] = set()
+    yield b'{"interactions":{'
+    for each in taken:
+        for turn, reward in each.turns():
+            name = turn.answer_id
+            if name is None or name in names:  # no engine that is known gives one id twice
+                name = turn.request_id
+            yield b"," * bool(names) + orjson.dumps(name) + b":" + orjson.dumps(shape(turn, reward, name))
+            names.add(name)
+    yield b"}}"
 
 
 def _json(status: int, body: Any) -> Response:

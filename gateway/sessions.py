@@ -334,6 +334,10 @@ class Sessions:
             return self._opened(visitor.holder, names)
         return self._sessions.get((names.run or own, names.session or ""))
 
+    def session(self, run: str, name: str) -> Session | None:
+        """A created session by its id."""
+        return self._sessions.get((run, name))
+
     def group(self, run: str, name: str) -> Group | None:
         """A group by its id."""
         return self._groups.get((run, name))

@@ -6,6 +6,9 @@ import asyncio
 import itertools
 import os
 import random
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -429,3 +432,148 @@ async def test_who_fails_without_a_reward_has_the_one_for_that_case(tmp_path: Pa
         async with gateway(pool("policy", worker.url), **settings) as gate:
             assert (await gate.http.get("/groups/17")).json() == group
             assert (await gate.http.get("/sessions/18:0")).json()["reward"] == -7.5
+
+
+# --- the trainer takes what sessions did
+
+
+@asynccontextmanager
+async def training(**settings: Any) -> AsyncIterator[tuple[FakeWorker, Gate]]:
+    """A gateway that keeps bodies, before a replica whose answers have ids."""
+    with tempfile.TemporaryDirectory() as folder:
+        kept = {"ledger": {"path": folder, "bodies": True}} | BOSS | settings
+        async with FakeWorker(Numbered()) as worker, gateway(pool("policy", worker.url), **kept) as gate:
+            yield worker, gate
+
+
+async def export(gate: Gate, key: str | None = "boss", path: str = "/export_trajectories", **body: Any) -> Any:
+    answer = await post(gate, path, key, **body)
+    assert answer.status_code == 200, answer.text
+    assert set(answer.json()) == {"interactions"}
+    return answer.json()["interactions"]
+
+
+async def test_an_episode_as_areals_trainer_runs_it() -> None:
+    async with training() as (_, gate):
+        granted = await gate.http.post("/grant_capacity", headers=bearer("boss"))
+        assert granted.status_code == 200
+        assert granted.json()["capacity"] > 0
+        key = (await start(gate, "17:3", "boss"))["api_key"]
+        for text in ("one", "two", "three"):
+            await ask(gate, key, text)
+        await post(gate, "/rl/set_reward", key, interaction_id="chatcmpl-1", reward=0.5)
+        await post(gate, "/rl/set_reward", key, interaction_id=None, reward=1.0)
+        await post(gate, "/rl/end_session", key)
+        told = await export(gate, session_id="17:3", discount=0.5, style="individual")
+        assert list(told) == ["chatcmpl-0", "chatcmpl-1", "chatcmpl-2"]
+        assert [each["reward"] for each in told.values()] == [0.5, 1.0, 1.0]
+        assert told["chatcmpl-1"] == {
+            "messages": [{"role": "user", "content": "two"}],
+            "output_message_list": [{"role": "assistant", "content": "hi"}],
+            "reward": 1.0,
+            "interaction_id": "chatcmpl-1",
+        }
+        assert await export(gate, session_id="17:3", discount=0.5) == told
+
+
+async def test_it_waits_for_a_session_to_end_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with training(timeouts={"group": 0.3}) as (_, gate):
+        key = (await start(gate, "17:3", "boss"))["api_key"]
+        await ask(gate, key)
+        late = await post(gate, "/export_trajectories", "boss", session_id="17:3")
+        assert refused(late) == (503, "session_open")
+        assert late.headers["retry-after"]
+    async with training() as (_, gate):
+        key = (await start(gate, "17:3", "boss"))["api_key"]
+        await ask(gate, key)
+        sessions, looked = gate.gateway.sessions, asyncio.Event()
+        refresh = sessions.refresh
+
+        async def seen(session: Any) -> None:
+            looked.set()
+            await refresh(session)
+
+        monkeypatch.setattr(sessions, "refresh", seen)
+        waiting = asyncio.create_task(export(gate, session_id="17:3"))
+        await looked.wait()
+        monkeypatch.undo()
+        await post(gate, "/rl/end_session", key)
+        assert list(await waiting) == ["chatcmpl-0"]
+
+
+async def test_the_other_shape_takes_several_as_they_stand_and_ends_them() -> None:
+    async with training() as (_, gate):
+        group = await start(gate, "17", "boss", group_size=2)
+        for each in group["sessions"]:
+            await ask(gate, each["session_api_key"])
+        await post(gate, "/rl/set_reward", group["sessions"][1]["session_api_key"], reward=2.0)
+        names = [each["session_id"] for each in group["sessions"]]
+        wanted: dict[str, Any] = {
+            "session_ids": [*names, "unknown"],
+            "group_id": "17",
+            "trajectory_id": None,
+            "discount": 1.0,
+        }
+        told = await export(gate, **wanted, style="individual", remove_session=False)
+        assert {name: each["reward"] for name, each in told.items()} == {"chatcmpl-0": 0.0, "chatcmpl-1": 2.0}
+        assert gate.gateway.sessions.live == 2
+        assert await export(gate, **wanted, path="/v1/export_trajectories", remove_session=True) == told
+        assert gate.gateway.sessions.live == 0
+
+
+async def test_where_clients_asked_for_token_ids_and_logprobs_there_are_tensors_of_all_or_none() -> None:
+    logprobs = {"content": [{"logprob": -0.5}]}
+
+    async def tells_tokens(seen: Seen, reply: Reply) -> None:
+        told = completion(id=f"a-{len(worker.seen)}", prompt_token_ids=[7, 8])
+        if seen.json.get("return_token_ids"):
+            told["choices"][0] |= {"token_ids": [3], "logprobs": logprobs}
+        reply.json(told)
+
+    with tempfile.TemporaryDirectory() as folder:
+        kept = {"ledger": {"path": folder, "bodies": True}} | BOSS
+        async with FakeWorker(tells_tokens) as worker, gateway(pool("policy", worker.url), **kept) as gate:
+            for task, texts in (("all", ("a", "b")), ("some", ("", "a"))):
+                key = (await start(gate, task, "boss"))["api_key"]
+                for text in texts:
+                    body = chat(text) | ({"return_token_ids": True, "logprobs": True} if text else {})
+                    await gate.http.post(CHAT, json=body, headers=bearer(key))
+                await post(gate, "/rl/end_session", key)
+            told = await export(gate, session_id="all")
+            assert [set(each) for each in told.values()] == [{"tensor_dict", "reward", "interaction_id"}] * 2
+            assert told["a-1"]["tensor_dict"]["input_ids"]["shape"] == [1, 3]
+            assert all("messages" in each for each in (await export(gate, session_id="some")).values())
+            assert all("messages" in each for each in (await export(gate, session_ids=["all", "some"])).values())
+
+
+async def test_what_cannot_be_given_is_refused() -> None:
+    async with training() as (_, gate):
+        assert refused(await post(gate, "/export_trajectories", session_id="a")) == (401, "invalid_api_key")
+        assert refused(await post(gate, "/grant_capacity")) == (401, "invalid_api_key")
+        key = (await start(gate, "a", "boss"))["api_key"]
+        assert refused(await post(gate, "/export_trajectories", key, session_id="a")) == (401, "invalid_api_key")
+        for body, expected in (
+            ({}, (400, "invalid_request")),
+            ({"session_ids": []}, (400, "invalid_request")),
+            ({"session_id": "a", "style": "concat"}, (400, "invalid_request")),
+            ({"session_id": "b"}, (404, "session_not_found")),
+        ):
+            assert refused(await post(gate, "/export_trajectories", "boss", **body)) == expected
+    async with gate_of(**BOSS) as (_, gate):
+        key = (await start(gate, "a", "boss"))["api_key"]
+        await ask(gate, key)
+        await post(gate, "/rl/end_session", key)
+        assert refused(await post(gate, "/export_trajectories", "boss", session_id="a")) == (409, "bodies_not_kept")
+
+
+async def test_ids_that_come_twice_lose_no_turn() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        kept = {"ledger": {"path": folder, "bodies": True}} | BOSS
+        async with FakeWorker() as worker, gateway(pool("policy", worker.url), **kept) as gate:
+            key = (await start(gate, "17:3", "boss"))["api_key"]
+            for text in ("one", "two"):
+                await ask(gate, key, text)
+            await post(gate, "/rl/end_session", key)
+            told = await export(gate, session_id="17:3")
+            assert list(told) == ["chatcmpl-1", "17:3:1"]
+            assert [name for name in told if told[name]["interaction_id"] != name] == []
