@@ -205,6 +205,8 @@ class Scope:
     """Those in flight that were drawn and have not raced yet: all of the same bytes, else they would have."""
     raced: Set[int] = _NONE
     """Indices that the network decided. One that is taken again is no better for that."""
+    remembered: int = 0
+    """Requests that it had in memory when its store last looked."""
 
     def claim(self, ask: Ask, *, raced: bool = False, final: bool = False) -> Claim | Wait:
         """Take an index. Raises `Conflict`; nothing is taken then, nor when it answers `Wait`.

@@ -313,7 +313,9 @@ class Limits(Section):
     queue: Count = Field(4096, description="Requests that may wait in one lane; past it 503.")
     sessions: Count = Field(100_000, description="Sessions made by `POST /sessions` that have not ended; past it 503.")
     scopes: Count = Field(
-        20_000, description="Counters in memory; those unused for longest go to a file in the run's folder."
+        20_000,
+        description="Counters in memory that remember one request each, or fewer that remember more (nine more count as"
+        " another counter); those unused for longest go to a file in the run's folder.",
     )
     runs: Count = Field(64, description="Runs that requests may name and one process has open.")
     readings: Count = Field(2, description="Ledgers that are read at once for pages of `/ui`; past it 503.")

@@ -25,6 +25,9 @@ from gateway.stores import ScopeKey
 
 SCOPES = 20_000
 
+WEIGHT = 8
+"""What a scope weighs by itself; each request that it remembers adds one. Of memory, some 1,500 bytes against 170."""
+
 ENTRIES = 128
 """Of one scope, the bytes and named indices that are in memory, and of a session the keys."""
 
@@ -56,7 +59,8 @@ def build(settings: Settings, failed: Callable[[], None]) -> MemoryStore:
 
 
 class MemoryStore:
-    """The counters of this process's runs; `scopes` bounds those that are in memory."""
+    """The counters of this process's runs. `scopes` bounds the memory for them: so many that remember one request each,
+    or fewer that remember more."""
 
     shared = False
     gateway: str | None = None
@@ -64,7 +68,8 @@ class MemoryStore:
 
     def __init__(self, scopes: int = SCOPES) -> None:
         self._batch = min(BATCH, 1 + scopes // 8)
-        self._limit = scopes + self._batch
+        self._limit = (scopes + self._batch) * (WEIGHT + 1)
+        self._weight = 0
         self._scopes: OrderedDict[ScopeKey, Scope] = OrderedDict()
         """The one that was used last comes last."""
         self._sessions: dict[tuple[str, str], Shared] = {}
@@ -198,8 +203,16 @@ class MemoryStore:
 
     def _settle(self, key: ScopeKey, scope: Scope, index: int, *, used: bool) -> bool:
         released = scope.settle(index, used=used)
-        if len(scope.asked) > ENTRIES or len(scope.bound) > ENTRIES:
+        asked, bound = len(scope.asked), len(scope.bound)
+        if asked > ENTRIES or bound > ENTRIES:
             self._thin(key, scope)
+            asked, bound = len(scope.asked), len(scope.bound)
+        remembered = asked + bound
+        if remembered != scope.remembered:
+            self._weight += remembered - scope.remembered
+            scope.remembered = remembered
+            if self._weight > self._limit:
+                self._put_away()
         return released
 
     # --- in memory and out of it
@@ -208,12 +221,14 @@ class MemoryStore:
         if scope is not None:
             self._scopes.move_to_end(key)
             return scope
+        if self._weight >= self._limit:
+            self._put_away()
         place = key.run, key.session
         session = self._sessions.get(place) or self._shared(place)
         scope = self._scopes[key] = self._back(key, session) or Scope(key.identity, session)
         session.scopes += 1
-        if len(self._scopes) >= self._limit:
-            self._put_away()
+        scope.remembered = len(scope.asked) + len(scope.bound)
+        self._weight += WEIGHT + scope.remembered
         return scope
 
     def _shared(self, place: tuple[str, str]) -> Shared:
@@ -253,7 +268,7 @@ class MemoryStore:
         yield _prefix("scope", key.session) + key.identity.encode(), marshal.dumps(_packed(scope))
 
     def _gone(self, key: ScopeKey) -> None:
-        del self._scopes[key]
+        self._weight -= WEIGHT + self._scopes.pop(key).remembered
         place = key.run, key.session
         session = self._sessions[place]
         session.scopes -= 1

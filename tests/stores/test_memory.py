@@ -152,6 +152,21 @@ async def test_a_long_session_keeps_a_part_of_what_it_was_asked_in_memory(tmp_pa
     store.close(RUN)
 
 
+async def test_what_scopes_remember_counts_for_the_memory_that_they_may_take(tmp_path: Path) -> None:
+    store = MemoryStore(scopes=64)
+    store.restore(RUN, tmp_path, [])
+    most = (64 + 9) * (memory.WEIGHT + 1)  # they leave nine at a time
+    for turn in range(40):
+        for number in range(60):
+            await served(store, scope(f"s{number}"), plain(f"turn {turn}"))
+            taken = sum(memory.WEIGHT + len(kept.asked) for kept in store._scopes.values())
+            assert taken == store._weight <= most
+    assert 3 < store.scopes < 15
+    assert (await served(store, scope("s0"), plain("turn 3", repeat=1))) == Claim(3, ("retry-shared",), reused=True)
+    assert (await served(store, scope("s0"), plain("new"))).index == 40
+    store.close(RUN)
+
+
 async def test_where_the_file_cannot_grow_scopes_stay_in_memory_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
