@@ -19,6 +19,7 @@ from gateway.sessions import Sessions
 from gateway.settings import Replica as ReplicaSettings
 from gateway.settings import Settings
 from gateway.siblings import Siblings
+from gateway.verdicts import Report, Verdicts
 from gateway.weights import Weights
 
 log = structlog.get_logger("detgate.admin")
@@ -43,6 +44,7 @@ class NewWeights(SomePools):
 def build(settings: Settings, runs: Runs, sessions: Sessions, fleet: Fleet, siblings: Siblings) -> APIRouter:
     """The routes under /admin. Without an admin key they are open on a loopback bind, and closed on any other."""
     weights = Weights(settings, fleet, siblings)
+    verdicts = Verdicts(settings, fleet, siblings)
     router = APIRouter(prefix="/admin", dependencies=[Depends(guard(settings))])
 
     def pool_of(pool: str) -> Pool:
@@ -107,6 +109,10 @@ def build(settings: Settings, runs: Runs, sessions: Sessions, fleet: Fleet, sibl
     async def resume(wanted: SomePools | None = None) -> dict[str, Any]:
         await weights.resume(pools_of(wanted.pools if wanted is not None else None))
         return weights.shown()
+
+    @router.post("/verdicts", summary="Take the report of `detgate verify --json`")
+    async def take(report: Report) -> dict[str, Any]:
+        return await verdicts.take(report)
 
     @router.get("/runs/{run}/requests", summary="The requests of a run, a JSON object a line")
     async def requests(

@@ -26,7 +26,7 @@ Picture = dict[str, dict[str, tuple[ReplicaSettings, bool]]]
 class Change:
     """One change, as whoever administers asked for it."""
 
-    what: Literal["add", "drain", "remove", "accept", "pause", "resume", "weights"]
+    what: Literal["add", "drain", "remove", "accept", "pause", "resume", "weights", "verdict"]
     pool: str
     name: str
     """Of a replica; of the new weights; nothing for `pause` and `resume`."""
@@ -61,6 +61,14 @@ class Changes:
         """Take the engine that a replica is now for the one that it should be."""
         return self._done("accepted", pool, pool.accept(name))
 
+    def verdict(self, pool: Pool, name: str) -> Replica:
+        """Go by the verdict on a replica that was written down."""
+        replica = pool.replicas[name]
+        self._health.judge(pool, replica)
+        log.info("verdict", pool=pool.name, replica=name, passed=replica.verified)
+        self.note("verdict", pool, replica, {"passed": replica.verified})
+        return replica
+
     def apply(self, change: Change) -> None:
         """Make a change, unless the fleet is so already."""
         pool = self._fleet.pools[change.pool]
@@ -70,7 +78,8 @@ class Changes:
             if change.name not in pool.replicas:
                 self.add(pool, change.settings)
         elif change.name in pool.replicas:
-            {"drain": self.drain, "remove": self.remove, "accept": self.accept}[change.what](pool, change.name)
+            made = {"drain": self.drain, "remove": self.remove, "accept": self.accept, "verdict": self.verdict}
+            made[change.what](pool, change.name)
 
     def _gate(self, pool: Pool, change: Change) -> None:
         """Shut or open the gate of a pool, or say which weights are behind it."""

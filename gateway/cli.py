@@ -151,8 +151,8 @@ def _doctor(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from gateway.evidence import verify
 
-    settings = _with_pools(args)
-    return verify.verify(settings, budget=args.budget, lanes=args.lane, as_json=args.json, junit=args.junit)
+    settings, files = _with_pools(args), {"as_json": args.json, "junit": args.junit}
+    return verify.verify(settings, budget=args.budget, lanes=args.lane, tell=args.tell, **files)
 
 
 def _with_pools(args: argparse.Namespace) -> Settings:
@@ -394,6 +394,7 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
         "--json", type=Path, nargs="?", const=Path("-"), metavar="FILE", help="as JSON; into a file if one is named"
     )
     parser.add_argument("--junit", type=Path, metavar="FILE", help="a JUnit report too")
+    parser.add_argument("--tell", metavar="URL", help="a running gateway that shall have the verdicts too")
 
 
 def _sim_flags(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ from gateway.core import exposition
 from gateway.core.errors import StoreFault
 from gateway.core.strangers import Look, Tally, Watch
 from gateway.core.vitals import Outcome
+from gateway.findings import Told
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.introductions import introduce
 from gateway.passes import Passes
@@ -109,14 +110,19 @@ class Health:
             await self._look_for_strangers(http, pool, replica)
         elif outcome == "ok" and pool.engine.PREEMPTIONS is not None:
             await self._look_for_preemptions(http, pool, replica, *pool.engine.PREEMPTIONS)
-        replica.verified = self._passes.verdict(pool.settings, replica.name, replica.fingerprint)
-        if replica.told != before:
-            pool.judge()
-            self._warn(pool)
+        self.judge(pool, replica, before)
         if replica.probed(outcome, reason):
             log.info("replica", pool=pool.name, replica=replica.name, state=replica.state, reason=reason)
         if not self.probed.is_set() and all(each.state != "unknown" for each in self._fleet.replicas):
             self.probed.set()
+
+    def judge(self, pool: Pool, replica: Replica, before: Told | None = None) -> None:
+        """Find anew what speaks against a pool, if a replica tells something else than `before`, or canaries do."""
+        before = before or replica.told
+        replica.verified = self._passes.verdict(pool.settings, replica.name, replica.fingerprint)
+        if replica.told != before:
+            pool.judge()
+            self._warn(pool)
 
     def _warn(self, pool: Pool) -> None:
         """Log what is found, once."""

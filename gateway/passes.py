@@ -31,10 +31,14 @@ class Passes:
         return self._verdicts.get((pool.name, replica, fingerprint, alone(pool)))
 
     def note(self, pool: Pool, replica: str, fingerprint: str, *, apart: bool, passed: bool, at: float) -> None:
-        """Write a verdict down. `apart`: canaries were sent one at a time. `at`: seconds since the epoch.
+        """Write a verdict down, unless it stands already.
 
-        Raises `OSError` where it cannot be written.
+        `apart`: canaries were sent one at a time. `at`: seconds since the epoch. Raises `OSError` where it cannot be
+        written.
         """
+        self._refresh()
+        if self._verdicts.get((pool.name, replica, fingerprint, apart)) is passed:
+            return
         self._file.parent.mkdir(parents=True, exist_ok=True)
         verdict = {
             "pool": pool.name,

@@ -79,8 +79,8 @@ async def _again(
     script: recorded.Script, settings: Settings, url: str | None, config: Path | None, run: str, notes: Notes
 ) -> Diff:
     auth = settings.auth
-    key = next(filter(None, map(_plain, auth.api_keys)), os.environ.get("OPENAI_API_KEY"))
-    admin = None if auth.admin_key is None else _plain(auth.admin_key)
+    key = next(filter(None, map(plain, auth.api_keys)), os.environ.get("OPENAI_API_KEY"))
+    admin = None if auth.admin_key is None else plain(auth.admin_key)
     async with AsyncExitStack() as stack:
         if url is None:
             assert config is not None
@@ -91,7 +91,7 @@ async def _again(
             return await replay_requests.send(script, target, notes, lambda done: shown.update(task, completed=done))
 
 
-def _plain(configured: SecretStr) -> str | None:
+def plain(configured: SecretStr) -> str | None:
     """A key that can be sent: of some the configuration has the hash alone."""
     text = configured.get_secret_value()
     return None if hashed(text) is not None else text

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from gateway.evidence import canaries, doctor, endpoints, verify_text
 from gateway.evidence.canaries import LATE, NOT_HERE, References, Result
-from gateway.evidence.commands import progress
+from gateway.evidence.commands import plain, progress
 from gateway.evidence.endpoints import Sampling, Scoring
 from gateway.findings import Case, Told, alone, replicas
 from gateway.passes import Passes
@@ -29,8 +29,11 @@ from gateway.settings import Pool, Settings
 from gateway.settings import Replica as ReplicaSettings
 from gateway.upstream import trust
 
-PASSED, FAILED = 0, 1
-"""Exit statuses; what was not tried is not passed."""
+PASSED, FAILED, NOT_TOLD = 0, 1, 2
+"""Exit statuses; what was not tried is not passed. `NOT_TOLD`: a gateway that should have the report took not all."""
+
+TELL_SECONDS = 30.0
+"""How long the gateway may take to take the report."""
 
 LEAST_SECONDS = 10.0
 """What a request may take at least, however little of the budget is left."""
@@ -88,8 +91,12 @@ def verify(
     lanes: bool = True,
     as_json: Path | None = None,
     junit: Path | None = None,
+    tell: str | None = None,
 ) -> int:
-    """Send the canaries and say what came of them. `budget`: seconds after which none is begun. The exit status."""
+    """Send the canaries and say what came of them. `budget`: seconds after which none is begun. The exit status.
+
+    `tell`: URL of a running gateway that shall have the report too.
+    """
     steps = sum(_steps(pool) * len(pool.replicas) for pool in settings.pools)
     with progress() as shown:
         bar = shown.add_task("canaries", total=steps)
@@ -106,6 +113,8 @@ def verify(
         junit.write_bytes(as_junit(verification))
     if as_json is None or str(as_json) != "-":
         verify_text.show(told, Console())
+    if tell is not None and not hand(settings, tell, told):
+        return NOT_TOLD
     return PASSED if verification.passed else FAILED
 
 
@@ -210,6 +219,30 @@ def _note(settings: Settings, verification: Verification) -> None:
                 )
     except OSError as error:
         print(f"detgate: the verdict could not be kept in {settings.ledger.path}: {error}", file=sys.stderr)
+
+
+def hand(settings: Settings, url: str, told: dict[str, Any]) -> bool:
+    """Give the report to a running gateway. Says what it did not take."""
+    key = None if settings.auth.admin_key is None else plain(settings.auth.admin_key)
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    try:
+        answer = httpx.post(f"{url.rstrip('/')}/admin/verdicts", json=told, headers=headers, timeout=TELL_SECONDS)
+        if not answer.is_success:
+            raise ValueError(f"{answer.status_code}: {answer.text[:500]}")
+        outcome = answer.json()
+        taken = sum(map(len, outcome["taken"].values()))
+        refused = list(_flat(outcome["refused"]))
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, AttributeError, TypeError) as error:
+        print(f"detgate: {url} did not take the report: {str(error) or type(error).__name__}", file=sys.stderr)
+        return False
+    print(f"detgate: {url} took the verdicts on {taken} replicas", file=sys.stderr)
+    for (pool, replica), why in refused:
+        print(f"detgate: {url} did not take that on {pool}, {replica}: {why}", file=sys.stderr)
+    return not refused
+
+
+def _flat(by_pool: dict[str, dict[str, str]]) -> Iterator[tuple[tuple[str, str], str]]:
+    return (((pool, name), why) for pool, names in by_pool.items() for name, why in names.items())
 
 
 # --- reports

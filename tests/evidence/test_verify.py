@@ -272,6 +272,40 @@ async def test_a_pass_lifts_unverified_from_a_running_gateway_and_a_failure_is_h
 
 
 @pytest.mark.usefixtures("one_route")
+async def test_the_command_hands_its_report_to_a_gateway_with_a_ledger_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with simulated("vllm") as engine:
+        listed = pool("policy", engine.url, lane=ONE_EACH)
+        file = tmp_path / "gateway.yaml"
+        keys = {"admin_key": "boss"}
+        file.write_text(json.dumps({"pools": [listed], "ledger": {"path": str(tmp_path / "here")}, "auth": keys}))
+        command = ["verify", "--config", str(file), "--budget", "10m", "--json", str(tmp_path / "report.json")]
+        async with gateway(listed, auth=keys) as gate:
+            replica = gate.gateway.fleet.pools["policy"].replicas["policy-0"]
+            assert await asyncio.to_thread(main, [*command, "--tell", gate.url]) == 0
+            assert "took the verdicts on 1 replicas" in capsys.readouterr().err
+            assert replica.verified is True
+    settings, report = Settings.load(file, {}, {}), json.loads((tmp_path / "report.json").read_text())
+    async with FakeWorker() as worker, gateway(pool("other", worker.url), auth=keys) as gate:
+        assert not await asyncio.to_thread(verify.hand, settings, gate.url, report)
+        assert "did not take that on policy, policy-0: there is no such replica" in capsys.readouterr().err
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), auth={"admin_key": "another"}) as gate:
+        assert not await asyncio.to_thread(verify.hand, settings, gate.url, report)
+        assert "did not take the report: 401" in capsys.readouterr().err
+    for url in ("http://127.0.0.1:9", "nowhere"):
+        assert not await asyncio.to_thread(verify.hand, settings, url, report)
+        assert "did not take the report" in capsys.readouterr().err
+
+
+async def test_a_report_that_a_gateway_did_not_take_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    listed = pool("policy", "http://127.0.0.1:9")
+    file.write_text(json.dumps({"pools": [listed], "ledger": {"path": str(tmp_path)}}))
+    assert await asyncio.to_thread(main, ["verify", "--config", str(file), "--tell", "http://127.0.0.1:9"]) == 2
+
+
+@pytest.mark.usefixtures("one_route")
 async def test_the_command_reports_as_text_json_and_junit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
