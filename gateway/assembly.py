@@ -15,6 +15,7 @@ from gateway.changes import Changes
 from gateway.doors import Public
 from gateway.fleet import Fleet
 from gateway.health import Health
+from gateway.intake import Intake
 from gateway.pipeline import Pipeline
 from gateway.runs import Runs
 from gateway.sessions import Sessions
@@ -41,7 +42,10 @@ class Gateway:
         self.runs = Runs(settings, store, self.sessions, self.telemetry.ledger_errors.add, resume=resume, new=new_run)
         self.run = self.runs.own.name
         self._tracing = tracing.build(settings)
-        self.pipeline = Pipeline(settings, self.runs, self.sessions, self.fleet, store, self.telemetry, self._tracing)
+        self.intake = Intake(settings.limits)
+        self.pipeline = Pipeline(
+            settings, self.runs, self.sessions, self.fleet, store, self.telemetry, self.intake, self._tracing
+        )
         self.health = Health(settings, self.fleet, lambda *told: self.changes.note(*told))
         self.changes = Changes(self.run, self.fleet, self.health, self.runs.own.ledger)
         self.siblings: Siblings = Alone(self.changes)
@@ -55,6 +59,7 @@ class Gateway:
         self.write_seconds = settings.timeouts.client_write
         self.owns = self.pipeline.owns
         self.serve = self.pipeline.serve
+        self.refused = self.telemetry.refusals.add
         self._gauges()
 
     @property
@@ -130,6 +135,12 @@ class Gateway:
         def sessions() -> Iterable[tuple[tuple[str, ...], float]]:
             return (((), self.sessions.live),)
 
+        def connections() -> Iterable[tuple[tuple[str, ...], float]]:
+            return (((), self.intake.connections),)
+
+        def held_bytes() -> Iterable[tuple[tuple[str, ...], float]]:
+            return (((), self.intake.bytes),)
+
         def scopes() -> Iterable[tuple[tuple[str, ...], float]]:
             return (((), self._store.scopes),)
 
@@ -156,6 +167,8 @@ class Gateway:
         add("detgate_paused", "1 while weights are changed and requests held back.", ("pool",), paused, "max")
         add("detgate_paused_waiting", "Requests that wait for that.", ("pool",), held_back)
         add("detgate_lane_waiting", "Requests that wait in lanes.", ("pool",), waiting)
+        add("detgate_connections", "Connections of clients that are open.", (), connections)
+        add("detgate_held_bytes", "Bytes of request bodies that are held.", (), held_bytes)
         add("detgate_scopes", "Counters in memory.", (), scopes)
         add("detgate_store_owed", "Ends of claims that the store could not be told yet.", (), owed)
         add("detgate_readings", "Ledgers that are being read for pages.", (), readings)

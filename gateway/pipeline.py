@@ -18,10 +18,12 @@ from gateway.bodies import Heard
 from gateway.core import canonical, fields, identity, ids, plan, resume, shapes, traces
 from gateway.core.errors import Busy, Fault
 from gateway.core.indexing import Ask
+from gateway.core.sse import Observed
 from gateway.core.types import Call, Headers, Request
 from gateway.episodes import Episodes
 from gateway.fleet import Fleet
 from gateway.guards import Guards
+from gateway.intake import Intake
 from gateway.keys import given
 from gateway.local import Local
 from gateway.reader import Reader
@@ -52,9 +54,11 @@ class Pipeline:
         fleet: Fleet,
         store: Store,
         telemetry: Telemetry,
+        intake: Intake,
         tracing: Tracing | None = None,
     ) -> None:
         self.settings = settings
+        self._intake = intake
         self.store = store
         self.dispatcher = Dispatcher(settings, fleet, telemetry)
         self._local = Local(fleet, self.dispatcher)
@@ -70,7 +74,7 @@ class Pipeline:
         self.draining = False
         self.drained = asyncio.Event()
         self._serving = 0
-        self._guards = Guards(settings.guards, telemetry)
+        self._guards = Guards(settings.guards, sessions, telemetry)
         self._versions = Versions(settings, sessions)
         self._off = settings.profile == "off"
         self._bodies = settings.ledger.body_bytes if settings.ledger.bodies else 0
@@ -90,6 +94,7 @@ class Pipeline:
     async def serve(self, request: Request, client: Client) -> None:
         """Answer one request, whatever happens."""
         self._serving += 1
+        self._intake.bytes += len(request.body)
         work = Work(asyncio.get_running_loop().time(), request)
         if self._tracing is not None:
             work.trace = self._tracing.begin(request)
@@ -107,7 +112,8 @@ class Pipeline:
                 await self._local.answer(location.route, request, client, session)
                 return
             asked = work.asked = self._reader.read(request, location.route, names, session)
-            self._guards.check(asked)
+            if session is not None and session.group is not None:
+                await self._guards.check(asked, session, session.group)
             self._versions.check(asked)
             await self._claim(work, asked)
             decided = self._plan(work, asked)
@@ -130,6 +136,7 @@ class Pipeline:
             try:
                 await self._record.closed(work, started=client.started)
             finally:
+                self._intake.bytes -= len(request.body)
                 self._serving -= 1
                 if self.draining and not self._serving:
                     self.drained.set()
@@ -253,7 +260,9 @@ class Pipeline:
             return fields.downstream(headers) + self._statement.of_answer(work, asked, sending)
 
         async def complete() -> None:
-            self._examine(work, asked, job, began=client.started)
+            observed = self._examine(work, asked, job, began=client.started)
+            if observed is not None and work.plan is not None and work.ask is not None:
+                await self._guards.examine(asked, work.plan, work.ask.raw, observed, job.flags, began=client.started)
             await self._record.complete(work)
 
         try:
@@ -264,13 +273,16 @@ class Pipeline:
         finally:
             self.dispatcher.leave(job)
 
-    def _examine(self, work: Work, asked: Asked, job: Job, *, began: bool) -> None:
-        """Look at what came. Raises a `Fault` that takes the place of an answer of which the client has nothing yet."""
-        answer, decided, ask = work.answer, work.plan, work.ask
-        if answer.observed is None or decided is None or ask is None or not answered(answer.status, answer.observed):
-            return
-        self._versions.examine(asked, job, answer.observed, began=began)
-        self._guards.examine(asked, decided, ask.raw, answer.observed, job.flags, began=began)
+    def _examine(self, work: Work, asked: Asked, job: Job, *, began: bool) -> Observed | None:
+        """Look at what came; gives it where it may have a clone.
+
+        Raises a `Fault` that takes the place of an answer of which the client has nothing yet.
+        """
+        observed = work.answer.observed
+        if observed is None or work.plan is None or not answered(work.answer.status, observed):
+            return None
+        self._versions.examine(asked, job, observed, began=began)
+        return observed if self._guards.concerns(asked) else None
 
     def _refuse(self, work: Work, client: Client, fault: Fault) -> None:
         work.fault = fault

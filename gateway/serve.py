@@ -19,6 +19,7 @@ import uvicorn
 from gateway.assembly import Gateway
 from gateway.carriers.http1 import Carrier, Plane
 from gateway.core.types import Request
+from gateway.intake import Intake
 from gateway.logs import configure
 from gateway.settings import InvalidSettings, Settings
 from gateway.siblings import Start, Worker, first
@@ -136,6 +137,8 @@ class Administration:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self.intake = Intake(gateway.settings.limits)
+        self.refused = gateway.refused
         self.head_bytes = gateway.head_bytes
         self.body_bytes = gateway.body_bytes
         self.head_seconds = gateway.head_seconds

@@ -10,6 +10,7 @@ from gateway.core import fields, heads
 from gateway.core.errors import Fault, TooLarge
 from gateway.core.shapes import error_body, error_headers
 from gateway.core.types import Headers, Request
+from gateway.intake import Intake
 from gateway.routes import api_of
 from gateway.tasks import start, stop
 
@@ -22,8 +23,10 @@ Application = Callable[[Any, Receive, Send], Awaitable[None]]
 class Plane(Protocol):
     """What this carrier needs of the data plane."""
 
+    intake: Intake
     body_bytes: int
 
+    def refused(self, code: str) -> None: ...
     def owns(self, path: str) -> bool: ...
     async def serve(self, request: Request, client: Any) -> None: ...
 
@@ -117,6 +120,7 @@ class DataPlane:
             heads.check_once([(name.lower(), value) for name, value in scope["headers"]])
             body = await self._body(receive)
         except Fault as fault:
+            self._plane.refused(fault.code)
             client = Client()
             client.reply(fault.status, fields.lines(error_headers(fault)), error_body(fault, api_of(_path(scope))))
             await client.pump(send)
@@ -128,16 +132,23 @@ class DataPlane:
     async def _body(self, receive: Receive) -> bytes | None:
         chunks: list[bytes] = []
         size = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            chunks.append(message.get("body", b""))
-            size += len(chunks[-1])
-            if size > self._plane.body_bytes:
-                raise TooLarge(f"The body is larger than {self._plane.body_bytes} bytes. Send less.")
-            if not message.get("more_body", False):
-                return b"".join(chunks)
+        intake = self._plane.intake
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                chunks.append(message.get("body", b""))
+                size += len(chunks[-1])
+                intake.bytes += len(chunks[-1])
+                if size > self._plane.body_bytes:
+                    raise TooLarge(f"The body is larger than {self._plane.body_bytes} bytes. Send less.")
+                if intake.bytes > intake.most_bytes:
+                    raise intake.no_room()
+                if not message.get("more_body", False):
+                    return b"".join(chunks)
+        finally:
+            intake.bytes -= size
 
     async def _serve(self, request: Request, receive: Receive, send: Send) -> None:
         client = Client()

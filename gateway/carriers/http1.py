@@ -19,6 +19,7 @@ from gateway.core import fields, heads
 from gateway.core.errors import CallerFault, Fault, TooLarge, TooSlow
 from gateway.core.shapes import error_body, error_headers
 from gateway.core.types import Request
+from gateway.intake import Intake, Seat
 from gateway.routes import api_of
 
 LINGER_SECONDS = 10.0
@@ -62,6 +63,7 @@ def _head_too_large() -> Fault:
 class Plane(Protocol):
     """What a carrier needs of the data plane."""
 
+    intake: Intake
     head_bytes: int
     body_bytes: int
     head_seconds: float
@@ -71,6 +73,7 @@ class Plane(Protocol):
     @property
     def draining(self) -> bool: ...
     def owns(self, path: str) -> bool: ...
+    def refused(self, code: str) -> None: ...
     async def serve(self, request: Request, client: Any) -> None: ...
 
 
@@ -78,8 +81,8 @@ class Client:
     """One request's way back to its client. uvicorn knows it as the connection's `cycle`."""
 
     __slots__ = (
-        "_chunked", "_head", "_protocol", "body", "disconnected", "expect", "keep_alive", "length", "message_event",
-        "more_body", "on_pause", "on_resume", "refusal", "request", "response_complete", "started", "task",
+        "_chunked", "_head", "_protocol", "body", "disconnected", "expect", "held", "keep_alive", "length",
+        "message_event", "more_body", "on_pause", "on_resume", "refusal", "request", "response_complete", "started", "task",
     )  # fmt: skip
 
     def __init__(self, protocol: Carrier, request: Request, keep_alive: bool, expect: bool) -> None:
@@ -91,6 +94,8 @@ class Client:
         self.expect = expect
         self.body: list[bytes | bytearray] = []
         self.length = 0
+        self.held = 0
+        """Bytes of it that count as held here."""
         self.more_body = True
         self.refusal: Fault | None = None
         self.task: asyncio.Task[None] | None = None
@@ -218,6 +223,7 @@ class Carrier(HttpToolsProtocol):
     def __init__(self, plane: Plane, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self.plane = plane
+        self._seat: Seat = "dropped"
         self._own_headers: list[tuple[bytes, bytes]] = []
         self._own_lines = b""
         self.version = "1.1"
@@ -232,6 +238,16 @@ class Carrier(HttpToolsProtocol):
         self._paused_since: float | None = None
         self._unsent = 0
         self._writers: list[asyncio.Future[None]] = []
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        intake = self.plane.intake
+        self._seat = intake.enter()
+        if self._seat == "refused":
+            self._fail(intake.no_seat())
+        elif self._seat == "dropped":
+            self._deaf = True
+            transport.abort()
 
     # --- reading
     def data_received(self, data: bytes) -> None:
@@ -340,14 +356,21 @@ class Carrier(HttpToolsProtocol):
             return
         if client.response_complete or client.refusal is not None:
             return
-        client.length += len(body)
-        if client.length > self.plane.body_bytes:
-            client.body.clear()
-            client.refusal = self._too_large()
-            if client is self.active:
-                self._refuse(client)
-            return
+        plane, length = self.plane, len(body)
         client.take(body)
+        client.length += length
+        client.held += length
+        plane.intake.bytes += length
+        if client.length > plane.body_bytes:
+            client.refusal = self._too_large()
+        elif plane.intake.bytes > plane.intake.most_bytes:
+            client.refusal = plane.intake.no_room()
+        else:
+            return
+        client.body = []
+        self._let_go(client)
+        if client is self.active:
+            self._refuse(client)
 
     def on_message_complete(self) -> None:
         if self._upgrade:
@@ -368,6 +391,11 @@ class Carrier(HttpToolsProtocol):
         client.body = []
         if client is self.active:
             self._serve(client)
+
+    def _let_go(self, client: Client) -> None:
+        """What came of a body is not held here any more."""
+        self.plane.intake.bytes -= client.held
+        client.held = 0
 
     def _begin_body(self) -> None:
         """The head is good. Raises `_Enough` where too many requests wait before this one: the client asks again."""
@@ -407,6 +435,7 @@ class Carrier(HttpToolsProtocol):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _serve(self, client: Client) -> None:
+        self._let_go(client)
         if not client.response_complete:
             client.task = self.loop.create_task(self.plane.serve(client.request, client))
 
@@ -443,6 +472,7 @@ class Carrier(HttpToolsProtocol):
     def _refuse(self, client: Client) -> None:
         fault = client.refusal
         assert fault is not None
+        self.plane.refused(fault.code)
         client.keep_alive = False
         client.reply(fault.status, fields.lines(error_headers(fault)), error_body(fault, api_of(client.request.path)))
 
@@ -547,6 +577,12 @@ class Carrier(HttpToolsProtocol):
             self.active.task.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.plane.intake.leave(self._seat)
+        self._seat = "dropped"
+        asked: Any
+        for asked in (self.cycle, *(waiting for waiting, _ in self.pipeline)):
+            if type(asked) is Client:
+                self._let_go(asked)
         active, self.active = self.active, None
         self.pipeline.clear()
         self._paused_since = None

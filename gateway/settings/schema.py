@@ -310,10 +310,14 @@ class Pool(Section):
 class Limits(Section):
     body_bytes: Count = Field(67108864, description="Longest request body, in bytes.")
     head_bytes: Count = Field(65536, description="Longest request head, in bytes.")
+    held_bytes: Count = Field(
+        1073741824, description="Bytes of request bodies that are held at once, of all requests; past it 503."
+    )
+    connections: Count = Field(16384, description="Connections of clients that are open at once; past it 503.")
     queue: Count = Field(4096, description="Requests that may wait in one lane; past it 503.")
     sessions: Count = Field(100_000, description="Sessions made by `POST /sessions` that have not ended; past it 503.")
     scopes: Count = Field(
-        20_000,
+        8192,
         description="Counters in memory that remember one request each, or fewer that remember more (nine more count as"
         " another counter); those unused for longest go to a file in the run's folder.",
     )

@@ -59,9 +59,11 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         "limits": {
             "body_bytes": 67108864,
             "head_bytes": 65536,
+            "held_bytes": 1073741824,
+            "connections": 16384,
             "queue": 4096,
             "sessions": 100000,
-            "scopes": 20000,
+            "scopes": 8192,
             "runs": 64,
             "readings": 2,
             "attempts": 3,
