@@ -82,7 +82,8 @@ class Client:
 
     __slots__ = (
         "_chunked", "_head", "_protocol", "body", "disconnected", "expect", "held", "keep_alive", "length",
-        "message_event", "more_body", "on_pause", "on_resume", "refusal", "request", "response_complete", "started", "task",
+        "message_event", "more_body", "on_pause", "on_resume", "refusal", "request",
+        "response_complete", "started", "task",
     )  # fmt: skip
 
     def __init__(self, protocol: Carrier, request: Request, keep_alive: bool, expect: bool) -> None:
