@@ -12,20 +12,19 @@ from gateway.core import canonical, plan
 from gateway.core.document import Document
 from gateway.core.errors import CallerFault, Conflict
 from gateway.core.sse import Observed, Sample
+from gateway.sessions import Group, Session, Sessions
 from gateway.settings import Guards as GuardSettings
 from gateway.telemetry import Telemetry
 from gateway.work import Asked
 
 log = structlog.get_logger("detgate.guards")
 
-REMEMBERED = 10_000
-"""Requests with a seed of their own, and answers, that are remembered for one group."""
-
 
 class Guards:
     """Looks at requests and at answers."""
 
-    def __init__(self, settings: GuardSettings, telemetry: Telemetry) -> None:
+    def __init__(self, settings: GuardSettings, sessions: Sessions, telemetry: Telemetry) -> None:
+        self._sessions = sessions
         self._refuses = settings.shared_seed == "refuse"
         self._refuses_clones = settings.clones == "refuse"
         self._tokens = settings.clone_tokens
@@ -33,19 +32,15 @@ class Guards:
         self._warned: set[str] = set()
         self._warned_of_clones: set[str] = set()
 
-    def check(self, asked: Asked) -> None:
+    async def check(self, asked: Asked, session: Session, group: Group) -> None:
         """Notice a seed and prompt that another member of the group has sent: the two would be clones.
 
         At temperature 0 nothing is drawn, so nothing is shared. Raises `CallerFault` where guards.shared_seed refuses.
         """
-        group = asked.session.group if asked.session is not None else None
-        if group is None or asked.session is None or asked.wish.seed is None or _greedy(asked):
+        if asked.wish.seed is None or _greedy(asked):
             return
-        content = asked.content()
-        first = group.seeded.setdefault(content, asked.session.known.session)
-        if len(group.seeded) > REMEMBERED:
-            del group.seeded[next(iter(group.seeded))]
-        if first == asked.session.known.session:
+        first = await self._sessions.first(group, f"seed {asked.content()}", session.known.session)
+        if first == session.known.session:
             return
         self._telemetry.guard.add("shared_seed")
         if self._refuses:
@@ -61,7 +56,12 @@ class Guards:
                 "members of a group share seed and prompt: their answers are clones", run=asked.run, group=group.id
             )
 
-    def examine(
+    def concerns(self, asked: Asked) -> bool:
+        """Whether the answer to a request could equal another one that counts."""
+        alone = asked.wish.samples == 1 and (asked.session is None or asked.session.group is None)
+        return not alone and asked.handling.kind == "sample"
+
+    async def examine(
         self, asked: Asked, decided: plan.Plan, raw: bytes, observed: Observed, flags: list[str], *, began: bool
     ) -> None:
         """Notice an answer that equals another one of its group, or of its own call, drawn with another seed.
@@ -70,10 +70,9 @@ class Guards:
         part of the answer already (`began`). It is then not delivered, so whoever asks again gets the same index, seed
         and answer.
         """
-        alone = asked.wish.samples == 1 and (asked.session is None or asked.session.group is None)
-        if alone or asked.handling.kind != "sample" or decided.seed is None or _greedy(asked):
+        if decided.seed is None or _greedy(asked):
             return
-        twin = self._twin(asked, decided, raw, observed)
+        twin = await self._twin(asked, decided, raw, observed)
         if twin is None:
             return
         self._telemetry.guard.add("clones")
@@ -89,7 +88,7 @@ class Guards:
                 code="cloned_samples",
             )
 
-    def _twin(self, asked: Asked, decided: plan.Plan, raw: bytes, observed: Observed) -> str | None:
+    async def _twin(self, asked: Asked, decided: plan.Plan, raw: bytes, observed: Observed) -> str | None:
         """What an answer is a clone of, in words; None: of nothing."""
         samples = observed.samples or _alone(observed)
         longer = [sample.content for sample in samples if sample.tokens >= self._tokens]
@@ -98,12 +97,10 @@ class Guards:
         group = asked.session.group if asked.session is not None else None
         if group is None or not longer or observed.content is None:
             return None
-        first, seed = group.answers.setdefault(
-            (_prompt(asked, raw), observed.content), (decided.request_id, decided.seed or 0)
-        )
-        if len(group.answers) > REMEMBERED:
-            del group.answers[next(iter(group.answers))]
-        return first if seed != decided.seed else None
+        what = f"answer {_prompt(asked, raw)} {observed.content}"
+        told = await self._sessions.first(group, what, f"{decided.seed} {decided.request_id}")
+        seed, _, first = told.partition(" ")
+        return first if int(seed) != decided.seed else None
 
 
 def _alone(observed: Observed) -> tuple[Sample, ...]:

@@ -20,6 +20,7 @@ from gateway.core.identity import Known
 from gateway.keys import digest
 from gateway.ledger.writer import Ledger
 from gateway.sessions import (
+    FIRSTS,
     PREFIX,
     UNDELIVERED,
     Group,
@@ -64,6 +65,9 @@ SHORTEST, LONGEST = 0.05, 30.0
 TOLD = 1000
 """Sessions in one such call."""
 
+FIRSTS_MS = 3_600_000
+"""Milliseconds for which the store remembers what guards look for in a group, after the last of it."""
+
 SWEPT = 100
 """Sessions that end for being idle in one step."""
 
@@ -105,6 +109,18 @@ class JointSessions(Sessions):
         holder = self._by_key.get(digest(key)) if key.startswith(PREFIX) else None
         if not events.ready or (key.startswith(PREFIX) and (holder is None or holder.state != "open")):
             await events.catch_up()
+
+    async def first(self, group: Group, what: str, who: str) -> str:
+        """Over all gateways; where the store does not answer, of those that came here."""
+        first = group.firsts.get(what)
+        if first is None:
+            key = scripts.prefix_of(group.run) + b"firsts:" + session_name(group.id)
+            try:
+                told: bytes = await self._link.call(scripts.FIRST, (key,), (what, who, FIRSTS, FIRSTS_MS))
+            except StoreFault:
+                return await super().first(group, what, who)
+            first = told.decode()
+        return await super().first(group, what, first)
 
     async def refresh(self, session: Session) -> None:
         run, name = session.place

@@ -35,6 +35,9 @@ log = structlog.get_logger("detgate.sessions")
 PREFIX = b"dgs-"
 """What every session's key begins with: one that nobody holds is then refused, and not taken for no key at all."""
 
+FIRSTS = 10_000
+"""What guards look for in one group, remembered."""
+
 RECENT = 64
 """Requests of one session that are remembered for rewards; those before them are in the ledger alone."""
 
@@ -193,10 +196,8 @@ class Group:
     size: int
     members: list[Session] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    seeded: dict[str, str] = field(default_factory=dict)
-    """Content digest of a request with a seed of its own → the session that sent it first."""
-    answers: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
-    """What was asked and what was answered, as digests → the request and the seed that came to it first."""
+    firsts: dict[str, str] = field(default_factory=dict)
+    """What guards look for → who came to it first; the last `FIRSTS` of them."""
     held: dict[str, str] = field(default_factory=dict)
     """Pool → the version of its weights that the members are held to, if they are."""
 
@@ -541,6 +542,13 @@ class Sessions:
     # --- other gateways
     async def prepared(self, run: str, key: bytes) -> None:
         """Know what other gateways know that whoever comes with a key may mean. Raises `StoreFault`."""
+
+    async def first(self, group: Group, what: str, who: str) -> str:
+        """Who of a group came to something first: an earlier one that is remembered, else `who`, who is from now on."""
+        first = group.firsts.setdefault(what, who)
+        if len(group.firsts) > FIRSTS:
+            del group.firsts[next(iter(group.firsts))]
+        return first
 
     async def refresh(self, session: Session) -> None:
         """Know how a session stands at all gateways. Raises `StoreFault`."""

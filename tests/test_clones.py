@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway import guards
+from gateway import sessions
 from tests.harness import FakeWorker, Gate, Reply, Seen, Wire, chat, completion, delta, gateway, pool
 from tests.test_groups import keys
 from tests.test_sessions import CHAT, ask, bearer, create, refused, said
@@ -196,10 +196,10 @@ async def test_a_stream_that_has_begun_goes_on_and_the_ledger_says_so(usage: boo
 
 
 async def test_what_is_remembered_of_a_group_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "REMEMBERED", 3)
+    monkeypatch.setattr(sessions, "FIRSTS", 3)
     async with FakeWorker(Parrot("a b c")) as worker, gateway(pool("policy", worker.url)) as gate:
         told = await create(gate, "17", group_size=1)
         for text in "pqrst":
             await ask(gate, keys(told)[0], text)
         [group] = gate.gateway.sessions._groups.values()
-        assert len(group.answers) == 3
+        assert len(group.firsts) == 3

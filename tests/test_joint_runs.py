@@ -135,3 +135,27 @@ async def test_without_the_store_sessions_are_refused_in_bounded_time_and_go_on_
                 while (await post(gate, CHAT, chat(), made["api_key"])).status_code != 200:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             assert (await post(gate, "/sessions", {"identity": "b"})).status_code == 201
+
+
+async def test_a_clone_is_seen_at_whichever_gateway_its_twin_was_drawn(tmp_path: Path) -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        shared: dict[str, Any] = {"ledger": {"path": str(tmp_path)}, "guards": {"clone_tokens": 1}}
+        async with gateways(2, server.url, pool("policy", worker.url), **shared) as (one, two):
+            made = (await post(one, "/sessions", {"identity": "17", "group_size": 3})).json()
+            first, second, third = (each["api_key"] for each in made["sessions"])
+            told = [await post(gate, CHAT, chat("a"), key) for gate, key in ((one, first), (two, second), (one, third))]
+            assert ["cloned" in answer.headers["x-detgate-guarantee"] for answer in told] == [False, True, True]
+            other = await post(two, CHAT, chat("another prompt"), second)
+            assert "cloned" not in other.headers["x-detgate-guarantee"]
+
+
+async def test_a_seed_that_a_member_used_is_known_at_whichever_gateway(tmp_path: Path) -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        shared: dict[str, Any] = {"ledger": {"path": str(tmp_path)}, "guards": {"shared_seed": "refuse"}}
+        async with gateways(2, server.url, pool("policy", worker.url), **shared) as (one, two):
+            made = (await post(one, "/sessions", {"identity": "17", "group_size": 2})).json()
+            first, second = (each["api_key"] for each in made["sessions"])
+            asked = [(one, first, 5), (two, first, 5), (two, second, 5), (two, second, 6)]
+            told = [await post(gate, CHAT, chat("a", seed=seed), key) for gate, key, seed in asked]
+            assert [answer.status_code for answer in told] == [200, 200, 400, 200]
+            assert told[2].json()["error"]["code"] == "shared_seed"

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
+from gateway import joint_sessions
 from gateway.core.errors import Busy, CallerFault, Conflict, Gone, Unauthorized
 from gateway.core.identity import Named
 from gateway.joint_sessions import JointSessions
@@ -360,3 +361,25 @@ async def test_a_session_is_idle_only_if_no_gateway_uses_it(tmp_path: Path) -> N
         assert (record["session"], record["why"]) == ("idle", "idle for 0.6 s")
         with pytest.raises(Gone):
             await two.find(idle)
+
+
+async def test_what_guards_look_for_is_bounded_ends_and_does_without_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joint_sessions, "FIRSTS", 2)
+    async with RedisServer() as server, desks(server.url, tmp_path) as (one, two):
+        await one.create("17", group_size=1)
+        await two.sessions.prepared(RUN, b"")
+        mine, theirs = one.sessions.group(RUN, "17"), two.sessions.group(RUN, "17")
+        assert mine is not None
+        assert theirs is not None
+        for what in ("a", "b", "c"):
+            assert await one.sessions.first(mine, what, "one") == "one"
+        assert [await two.sessions.first(theirs, what, "two") for what in ("a", "b", "c")] == ["one", "one", "two"]
+        assert await one.sessions.first(mine, "a", "again") == "one"
+        [key] = await server.ask("KEYS", "*firsts*")
+        assert await server.ask("HLEN", key) == 2
+        assert 0 < await server.ask("PTTL", key) <= joint_sessions.FIRSTS_MS
+        server.kill()
+        assert await two.sessions.first(theirs, "d", "two") == "two"
+        assert await two.sessions.first(theirs, "d", "again") == "two"

@@ -29,6 +29,7 @@ ISSUED = _of_run("issued")
 SETTLED = Script(read("settled"))
 GATEWAYS = Script(read("gateways"))
 LOOK = Script(read("look"))
+FIRST = Script(read("first"))
 
 
 def keys(run: str, gateway: str) -> tuple[bytes, bytes, bytes]:
