@@ -369,7 +369,7 @@ async def test_what_guards_look_for_is_bounded_ends_and_does_without_the_store(
     monkeypatch.setattr(joint_sessions, "FIRSTS", 2)
     async with RedisServer() as server, desks(server.url, tmp_path) as (one, two):
         await one.create("17", group_size=1)
-        await two.sessions.prepared(RUN, b"")
+        await until(lambda: two.sessions.group(RUN, "17"))
         mine, theirs = one.sessions.group(RUN, "17"), two.sessions.group(RUN, "17")
         assert mine is not None
         assert theirs is not None
