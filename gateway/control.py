@@ -48,9 +48,10 @@ def build(
     app.add_middleware(Verbatim)
     app.add_middleware(OwnSite)
     app.add_middleware(Subject)
-    app.include_router(admin.build(settings, runs, sessions, fleet, siblings))
-    app.include_router(sessions_api.build(settings, runs, sessions, store))
-    app.include_router(rl_api.build(settings, runs, sessions, store))
+    # Taken over as they are: a router that is included has each of its routes taken apart a second time.
+    app.router.routes += admin.build(settings, runs, sessions, fleet, siblings).routes
+    app.router.routes += sessions_api.build(settings, runs, sessions, store).routes
+    app.router.routes += rl_api.build(settings, runs, sessions, store).routes
     app.mount("/ui", site.build(settings, runs, sessions, fleet, clerk))
 
     @app.get("/livez", summary="The process runs")
