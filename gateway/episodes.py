@@ -10,7 +10,7 @@ import asyncio
 
 from gateway.core.errors import Busy
 from gateway.sending import Job
-from gateway.sessions import Group, Session
+from gateway.session import Group, Session
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from gateway.work import Asked

@@ -12,7 +12,8 @@ from gateway.core import canonical, plan
 from gateway.core.document import Document
 from gateway.core.errors import CallerFault, Conflict
 from gateway.core.sse import Observed, Sample
-from gateway.sessions import Group, Session, Sessions
+from gateway.session import Group, Session
+from gateway.sessions import Sessions
 from gateway.settings import Guards as GuardSettings
 from gateway.telemetry import Telemetry
 from gateway.work import Asked

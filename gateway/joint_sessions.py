@@ -19,24 +19,17 @@ from gateway.core.errors import Busy, StoreFault
 from gateway.core.identity import Known
 from gateway.keys import digest
 from gateway.ledger.writer import Ledger
+from gateway.session import UNDELIVERED, Group, Interaction, Session, Wanted
+from gateway.session_records import created_record, ended_record, restored, rewarded_record
 from gateway.sessions import (
     FIRSTS,
     PREFIX,
-    UNDELIVERED,
-    Group,
-    Interaction,
     Look,
-    Session,
     Sessions,
-    Wanted,
     active,
-    created_record,
-    ended_record,
     new_key,
     no_rewards,
     numbered,
-    restored,
-    rewarded_record,
     sought,
     too_many,
 )

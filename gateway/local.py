@@ -12,7 +12,7 @@ from gateway.core.errors import Busy, CallerFault, ModelNotFound, WrongMethod
 from gateway.core.types import Request
 from gateway.fleet import Fleet, Pool
 from gateway.sending import Dispatcher
-from gateway.sessions import Session
+from gateway.session import Session
 
 _JSON = b"content-type: application/json\r\n"
 _MODELS = "/v1/models"

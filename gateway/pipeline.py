@@ -31,7 +31,8 @@ from gateway.record import Record
 from gateway.routes import API_OF, is_data_plane
 from gateway.runs import Runs
 from gateway.sending import Dispatcher, Job, Sending
-from gateway.sessions import PREFIX, Session, Sessions
+from gateway.session import Session
+from gateway.sessions import PREFIX, Sessions
 from gateway.settings import Settings
 from gateway.statement import Statement
 from gateway.stores import ScopeKey, Store

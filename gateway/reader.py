@@ -8,7 +8,8 @@ from gateway.core.errors import Busy, CallerFault, WrongMethod
 from gateway.core.types import Handling, Request
 from gateway.fleet import Fleet, Pool
 from gateway.routes import READ_FIELDS
-from gateway.sessions import Session, Sessions
+from gateway.session import Session
+from gateway.sessions import Sessions
 from gateway.settings import Settings
 from gateway.work import Asked
 

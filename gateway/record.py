@@ -16,7 +16,8 @@ from gateway.core.errors import StoreFault, UpstreamFault
 from gateway.gates import UNNAMED
 from gateway.runs import Run
 from gateway.sending import Job
-from gateway.sessions import Interaction, Sessions
+from gateway.session import Interaction
+from gateway.sessions import Sessions
 from gateway.settings import Settings
 from gateway.stores import ScopeKey, Store
 from gateway.telemetry import Telemetry

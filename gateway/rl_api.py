@@ -25,7 +25,8 @@ from gateway.core.trajectory import Turn, Unkept
 from gateway.keys import AdminKey, given
 from gateway.ledger.requests import Requests
 from gateway.runs import Runs
-from gateway.sessions import Interaction, Session, Sessions, Wanted
+from gateway.session import Interaction, Session, Wanted
+from gateway.sessions import Sessions
 from gateway.sessions_api import Desk, Identity, Reward, named, read
 from gateway.settings import Settings
 from gateway.stores import Store

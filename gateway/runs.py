@@ -57,9 +57,11 @@ class Run:
             key for key, value in deciding.items() if known.get("deciding", deciding).get(key) != value
         )
         """Deciding settings that are not those the run began with: the process must not serve it."""
+        self._lock: int | None = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = None if store.shared else _locked(self.folder)
+            if not store.shared:
+                self._lock = _locked(self.folder)
             lost = self._restore(sessions)
             self.ledger = Ledger(
                 self.folder,
@@ -76,38 +78,44 @@ class Run:
                 "deciding": known.get("deciding", deciding),
             }
             self._write(SHARED if store.shared else OPEN)
+            store.serve(name, self.folder, self.ledger)
+            sessions.serve(name, self.ledger)
+            self.ledger.opened(*lost)
+            if store.gateway is not None:
+                self.ledger.opened({"event": "gateway", "time": time.time(), "run": name, "gateway": store.gateway})
         except OSError as error:
+            self._give_up()
             raise LedgerFault(
                 f"The folder of run {name} cannot be written: {error.strerror}.", retry_after=5
             ) from error
-        store.serve(name, self.folder, self.ledger)
-        sessions.serve(name, self.ledger)
-        self.ledger.opened(*lost)
-        if store.gateway is not None:
-            self.ledger.opened({"event": "gateway", "time": time.time(), "run": name, "gateway": store.gateway})
+        except LedgerFault:
+            self._give_up()
+            raise
         if not store.shared:
             forget(self.folder, but=self.ledger)
 
     def close(self) -> None:
         """End it cleanly: nothing is in flight any more. Where the ledger lacks something, it stays unclean."""
-        self._store.close(self.name)
-        self._sessions.end_run(self.name)
         whole = self.ledger.close()
-        if self._lock is None:
-            return
-        if whole:
+        if whole and self._lock is not None:
             with suppress(OSError):
                 self._write(ENDED)
-        os.close(self._lock)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Know nothing of it any more, and leave its folder to others."""
+        self._store.close(self.name)
+        self._sessions.end_run(self.name)
+        if self._lock is not None:
+            os.close(self._lock)
 
     def _restore(self, sessions: Sessions) -> list[dict[str, Any]]:
         """Read the ledger, unless others may be writing it. Gives what it lacks: ends, and gaps it does not know."""
         if self._store.shared:
             self.epoch = 0
-            list(sessions.restoring(self.name, ()))
             return []
         segments = Segments(self.folder)
-        lost = self._store.restore(self.name, self.folder, sessions.restoring(self.name, segments))
+        lost = self._store.restore(self.name, self.folder, sessions.restoring(self.name, self.folder, segments))
         gaps = [{"event": "gap", "run": self.name, "time": time.time(), "missing": None}] * unmarked(self.folder)
         self.epoch = segments.gaps + len(gaps)
         if self.epoch:

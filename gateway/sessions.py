@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
-from fractions import Fraction
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import structlog
 
@@ -25,7 +21,9 @@ from gateway.core.errors import Busy, CallerFault, Conflict, Gone, NotFound, Una
 from gateway.core.identity import Known, Named, text
 from gateway.core.ids import random_like
 from gateway.keys import Keys, digest
-from gateway.ledger.writer import Ledger, Mark
+from gateway.ledger.writer import Ledger
+from gateway.session import Group, Interaction, Session, Visitor, Wanted
+from gateway.session_records import Created, again, created_record, ended_record, rewarded_record
 from gateway.settings import Settings
 from gateway.shelf import Entries, Shelf
 from gateway.stores import Store
@@ -38,9 +36,6 @@ PREFIX = b"dgs-"
 FIRSTS = 10_000
 """What guards look for in one group, remembered."""
 
-RECENT = 64
-"""Requests of one session that are remembered for rewards; those before them are in the ledger alone."""
-
 PAST = 20_000
 """Ordinals of identities, and ended sessions beyond `limits.sessions`, that are in memory; others are in a file."""
 
@@ -49,192 +44,6 @@ SWEEPS = 4
 
 SHORTEST, LONGEST = 0.05, 30.0
 """Seconds between two looks, at least and at most."""
-
-UNDELIVERED = "its last request was not delivered: "
-
-State = Literal["open", "ended", "failed"]
-
-
-class Wanted(NamedTuple):
-    """What a session, or a group of sessions, shall be."""
-
-    identity: str
-    group_size: int | None = None
-    """How many sessions; None: one, in no group."""
-    index_order: str | None = None
-    seed: int | None = None
-    order: int | None = None
-    """Its place in the order of submission."""
-    failed_reward: float | None = None
-    """Its reward if it fails before it was given one; None: as the settings say."""
-    weights: str | None = None
-    """Whether it is held to the weights that it meets first; None: as the settings say."""
-
-    @property
-    def identities(self) -> list[str]:
-        """That of each session."""
-        if self.group_size is None:
-            return [self.identity]
-        return [f"{self.identity}:{member}" for member in range(self.group_size)]
-
-
-@dataclass(slots=True, eq=False)
-class Interaction:
-    """A sampled request of a session: what a reward is given for."""
-
-    identity: str
-    index: int
-    request_id: str
-    answer: str | None = None
-    """The id that its answer has."""
-    delivered: bool = False
-    reward: float | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """One session: what it was created with, and how it stands."""
-
-    known: Known
-    key: bytes | None
-    """Digest of its key; None: it was used without having been created."""
-    order: int | None = None
-    group: Group | None = None
-    since: Mark | None = None
-    """Where in the ledger its records begin; None: anywhere."""
-    state: State = "open"
-    why: str | None = None
-    """Why it failed."""
-    open: int = 0
-    """Its requests that have an index and have not ended."""
-    trouble: str | None = None
-    """Why its last request was not delivered; None: it was."""
-    overtook: bool = False
-    """It waited in vain for the members before it, and went on without them."""
-    failed_reward: float | None = None
-    """What its reward is if it fails before it was given one."""
-    holds: bool = False
-    """It is held to the version of the weights that it, or another member of its group, has met first."""
-    interactions: int = 0
-    """Its sampled requests that were delivered."""
-    _held: dict[str, str] = field(default_factory=dict)
-    _total: Fraction | None = None
-    _recent: dict[tuple[str, int], Interaction] = field(default_factory=dict)
-    """Its last sampled requests, in the order in which they got their indices."""
-
-    @property
-    def place(self) -> tuple[str, str]:
-        return self.known.run, self.known.session
-
-    @property
-    def undelivered(self) -> str | None:
-        """Why it has failed if it ends now and nobody says more."""
-        return None if self.trouble is None else f"{UNDELIVERED}{self.trouble}"
-
-    @property
-    def held(self) -> dict[str, str]:
-        """Pool → the version of its weights that was met there first."""
-        return self._held if self.group is None else self.group.held
-
-    @property
-    def reward(self) -> float | None:
-        """The sum of its requests' rewards, exact but for the last rounding; None: it has none."""
-        return None if self._total is None else float(self._total)
-
-    def find(self, name: str | None) -> Interaction | None:
-        """A remembered request that was delivered, by its own id or its answer's; without a name the last one."""
-        for interaction in reversed(self._recent.values()):
-            if interaction.delivered and name in (None, interaction.request_id, interaction.answer):
-                return interaction
-        return None
-
-    def remembered(self, identity: Any, index: Any) -> Interaction | None:
-        """What is remembered of an index."""
-        return self._recent.get((identity, index))
-
-    def asked(self, interaction: Interaction) -> Interaction:
-        """A request got its index; the one that is remembered of that index."""
-        key = interaction.identity, interaction.index
-        known = self._recent.setdefault(key, interaction)
-        if len(self._recent) > RECENT:
-            del self._recent[next(iter(self._recent))]
-        return known
-
-    def answered(self, interaction: Interaction, answer: str | None) -> None:
-        """It was delivered."""
-        self.interactions += not interaction.delivered
-        interaction.delivered, interaction.answer = True, answer
-
-    def dropped(self, interaction: Interaction) -> None:
-        """It was not delivered."""
-        key = interaction.identity, interaction.index
-        if not interaction.delivered and self._recent.get(key) is interaction:
-            del self._recent[key]
-
-    def stands(self, trouble: str | None, interactions: int, total: Fraction | None) -> None:
-        """It is known anew how it stands. `total`: the sum of its rewards."""
-        if total is None and self.state == "failed" and self.failed_reward is not None:
-            total = Fraction(self.failed_reward)
-        self.trouble, self.interactions, self._total = trouble, interactions, total
-
-    def with_reward(self, before: float | None, reward: float) -> Fraction:
-        """What the sum would be if a request's reward were changed."""
-        return (self._total or Fraction()) + Fraction(reward) - Fraction(before or 0.0)
-
-    def add(self, before: float | None, reward: float) -> None:
-        """A request's reward was changed."""
-        self._total = self.with_reward(before, reward)
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """Sessions that were created together: the samples of one task."""
-
-    run: str
-    id: str
-    identity: str
-    size: int
-    members: list[Session] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    firsts: dict[str, str] = field(default_factory=dict)
-    """What guards look for → who came to it first; the last `FIRSTS` of them."""
-    held: dict[str, str] = field(default_factory=dict)
-    """Pool → the version of its weights that the members are held to, if they are."""
-
-    @property
-    def failed(self) -> Session | None:
-        """The first member that failed."""
-        return next((member for member in self.members if member.state == "failed"), None)
-
-    def ahead(self, session: Session) -> Session | None:
-        """The first member before this one that has not ended."""
-        place = session.known.member or 0
-        return next((m for m in self.members if (m.known.member or 0) < place and m.state == "open"), None)
-
-    async def turn(self, session: Session, seconds: float) -> Session | None:
-        """Wait until every member before this one has ended; the first that has not, when time is up."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while self.ahead(session) is not None:
-                    await self.changed.wait()
-        return self.ahead(session)
-
-    def tell(self) -> None:
-        """Wake whoever waits for a member to end."""
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-
-class Visitor(NamedTuple):
-    """Who comes with a key."""
-
-    holder: Session | None = None
-    """The session that the key opens."""
-    trusted: bool = False
-    """The key is one of `auth.api_keys`, which open every session."""
-    name: str | None = None
-    """Who has that key, where the configuration says so."""
-
 
 Look = Callable[[Session, str], Awaitable[Interaction]]
 """Finds a request of a session by its own id or its answer's. Raises `CallerFault` where there is none."""
@@ -272,8 +81,6 @@ class Sessions:
         self._idle: dict[Session, float] = {}
         """Live sessions without an open request, and since when; the longest idle first."""
         self._ended: dict[Session, None] = {}
-        self._noted: dict[str, tuple[dict[str, Session], dict[str, str | None]]] = {}
-        """Run → its sessions as its ledger told, and why those that have ended failed."""
 
     @property
     def live(self) -> int:
@@ -577,36 +384,29 @@ class Sessions:
             log.info("session ended", run=session.known.run, session=session.known.session, why=why)
 
     # --- after a restart
-    def restoring(self, run: str, records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Pass the records of a run on, and note those of its sessions for `serve`."""
-        created, ended = self._noted[run] = {}, {}
-        holders: dict[bytes | None, Session] = {}
+    def restoring(self, run: str, folder: Path, records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Know the sessions of a run by its records, which are passed on."""
+        self._put_by(run, folder / "sessions.db")
+        created = Created(run)
         for record in records:
             event, name = record.get("event"), record.get("session")
             if event == "session":
-                session = restored(run, record)
-                created.pop(session.known.session, None)
-                created[session.known.session] = session
-                if session.key in holders:
-                    holders[session.key].key = None
-                holders[session.key] = session
+                for session in created.read(record):
+                    self._take(session)
             elif event == "session_ended":
-                ended[record["session"]] = record["why"]
-            elif name in created:
-                _again(created[name], record)
+                self._ended_before(run, record["session"], record["why"])
+            elif name is not None and (known := self._sessions.get((run, name))) is not None:
+                again(known, record)
             yield record
 
+    def _ended_before(self, run: str, name: str, why: str | None) -> None:
+        session = self._sessions.get((run, name)) or Session(Known(run, name, name), None)
+        self._sessions[session.place] = session
+        self._close(session, why)
+
     def serve(self, run: str, ledger: Ledger) -> None:
-        """Know the sessions of a run that was opened, and record in this ledger what becomes of them."""
+        """Record in this ledger what becomes of the sessions of a run."""
         self._ledgers[run] = ledger
-        self._put_by(run, ledger.file.parent / "sessions.db")
-        created, ended = self._noted.pop(run)
-        for session in whole(created.values()):
-            self._take(session)
-        for name, why in ended.items():
-            session = self._sessions.get((run, name)) or Session(Known(run, name, name), None)
-            self._sessions[session.place] = session
-            self._close(session, why)
 
     def _put_by(self, run: str, file: Path) -> None:
         """Have a file for what is remembered of a run and not needed now."""
@@ -614,6 +414,14 @@ class Sessions:
 
     def end_run(self, run: str) -> None:
         """A run is served no more."""
+        for session in [session for session in self._sessions.values() if session.known.run == run]:
+            del self._sessions[session.place]
+            self._idle.pop(session, None)
+            self._ended.pop(session, None)
+            if session.key is not None:
+                self._by_key.pop(session.key, None)
+        for place in [place for place in self._groups if place[0] == run]:
+            del self._groups[place]
         if (past := self._past.pop(run, None)) is not None:
             past.shelf.close()
 
@@ -655,122 +463,3 @@ def _check(name: str) -> None:
         text(name.encode(), "The id of a session")
     except CallerFault as fault:
         raise CallerFault(fault.message, code="invalid_identity", param="identity") from None
-
-
-def created_record(session: Session) -> dict[str, Any]:
-    """The ledger's record of a session that is created."""
-    known, group = session.known, session.group
-    assert session.key is not None
-    return {
-        "event": "session",
-        "time": time.time(),
-        "run": known.run,
-        "session": known.session,
-        "identity": known.identity,
-        "ordinal": known.ordinal,
-        "index_order": known.order,
-        "seed": known.seed,
-        "submission": session.order,
-        "group": known.group,
-        "group_identity": None if group is None else group.identity,
-        "group_size": None if group is None else group.size,
-        "member": known.member,
-        "failed_reward": session.failed_reward,
-        "weights": "hold" if session.holds else "any",
-        "key_digest": session.key.hex(),
-    }
-
-
-def ended_record(session: Session, why: str | None) -> dict[str, Any]:
-    """The ledger's record of its end. `why`: it failed."""
-    run, name = session.place
-    reward = session.reward
-    return {
-        "event": "session_ended",
-        "time": time.time(),
-        "run": run,
-        "session": name,
-        "state": "ended" if why is None else "failed",
-        "why": why,
-        "session_reward": session.failed_reward if why is not None and reward is None else reward,
-    }
-
-
-def rewarded_record(session: Session, interaction: Interaction, reward: float) -> dict[str, Any]:
-    """The ledger's record of a reward."""
-    run, name = session.place
-    return {
-        "event": "reward",
-        "time": time.time(),
-        "run": run,
-        "session": name,
-        "identity": interaction.identity,
-        "index": interaction.index,
-        "reward": reward,
-        "before": interaction.reward,
-        "session_reward": float(session.with_reward(interaction.reward, reward)),
-    }
-
-
-def _again(session: Session, record: dict[str, Any]) -> None:
-    """Let a session know of a request, or of a reward, what it knew when this was recorded."""
-    event = record.get("event")
-    if event == "session_weights":
-        session.held[record["pool"]] = record["version"]
-        return
-    if event == "opened" and record.get("kind") == "sample":
-        session.asked(Interaction(record["identity"], record["index"], record["request_id"]))
-        return
-    interaction = session.remembered(record.get("identity"), record.get("index"))
-    if event == "reward":
-        session.add(record["before"], record["reward"])
-        if interaction is not None:
-            interaction.reward = record["reward"]
-    elif event == "closed" and record.get("outcome") == "delivered":
-        if interaction is not None:
-            session.answered(interaction, record.get("answer_id"))
-    elif event == "closed" and interaction is not None:
-        session.dropped(interaction)
-
-
-def restored(run: str, record: dict[str, Any]) -> Session:
-    """The session that a record tells of; its group is put together later."""
-    known = Known(
-        run=run,
-        session=record["session"],
-        identity=record["identity"],
-        ordinal=record["ordinal"],
-        order=record["index_order"],
-        seed=record["seed"],
-        group=record["group"],
-        member=record["member"],
-    )
-    group = None
-    if record["group"] is not None:
-        group = Group(run, record["group"], record["group_identity"], record["group_size"])
-    return Session(
-        known,
-        bytes.fromhex(record["key_digest"]),
-        record["submission"],
-        group,
-        failed_reward=record.get("failed_reward"),
-        holds=record.get("weights") == "hold",
-    )
-
-
-def whole(sessions: Iterable[Session]) -> Iterator[Session]:
-    """Sessions, those of a group put together by their numbers. A group that was not written whole is left out."""
-    groups: dict[str, list[Session]] = {}
-    for session in sessions:
-        if session.group is None:
-            yield session
-        else:
-            groups.setdefault(session.group.id, []).append(session)
-    for members in groups.values():
-        members.sort(key=lambda session: session.known.member or 0)
-        first = members[0].group
-        if first is not None and len(members) == first.size:
-            for session in members:
-                first.held |= session.held
-                session.group = first
-                yield session

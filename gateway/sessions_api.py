@@ -19,7 +19,8 @@ from gateway.core.errors import CallerFault, NotFound, TooLarge
 from gateway.core.identity import Known, Location, Named
 from gateway.keys import AdminKey, given
 from gateway.runs import Run, Runs
-from gateway.sessions import PREFIX, Group, Session, Sessions, Visitor, Wanted
+from gateway.session import Group, Session, Visitor, Wanted
+from gateway.sessions import PREFIX, Sessions
 from gateway.settings import Settings
 from gateway.stores import ScopeKey, Store
 

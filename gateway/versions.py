@@ -6,7 +6,8 @@ from gateway.core.errors import Busy, Conflict
 from gateway.core.sse import Observed
 from gateway.gates import UNNAMED
 from gateway.sending import Job
-from gateway.sessions import Session, Sessions
+from gateway.session import Session
+from gateway.sessions import Sessions
 from gateway.settings import Settings
 from gateway.work import Asked
 

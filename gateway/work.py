@@ -15,7 +15,7 @@ from gateway.core.types import Api, Handling, Request
 from gateway.fleet import Pool
 from gateway.runs import Run
 from gateway.sending import Job
-from gateway.sessions import Interaction, Session
+from gateway.session import Interaction, Session
 from gateway.stores import ScopeKey
 from gateway.tracing import Trace
 

@@ -41,10 +41,10 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [each for each in map(json.loads, lines) if each["event"] in ("opened", "closed", "gap")]
 
 
-async def closed(folder: Path) -> None:
-    """Wait until the end of a request is written."""
+async def closed(folder: Path, delivered: int = 1) -> None:
+    """Wait until the ends of so many requests are written."""
     async with asyncio.timeout(10):
-        while not any(each["event"] == "closed" for each in records(folder)):  # noqa: ASYNC110
+        while [each.get("outcome") for each in records(folder)].count("delivered") < delivered:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -75,6 +75,7 @@ async def test_fail_refuses_before_anything_goes_upstream_and_loses_no_index(tmp
             assert [index(await ask(gate, text)) for text in ("c", "b")] == [2, 1]
             assert len(await gate.logged("the ledger cannot be written")) == 1
             assert len(await gate.logged("the ledger can be written again")) == 1
+            await closed(tmp_path, 3)
             gate.process.kill()
             await gate.process.wait()
         async with serving(tmp_path, config(worker, ledger={"on_error": "fail"})) as gate:

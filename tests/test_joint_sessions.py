@@ -17,7 +17,7 @@ from gateway.core.errors import Busy, CallerFault, Conflict, Gone, Unauthorized
 from gateway.core.identity import Named
 from gateway.joint_sessions import JointSessions
 from gateway.ledger.writer import Ledger
-from gateway.sessions import Interaction, Session, Wanted
+from gateway.session import Interaction, Session, Wanted
 from gateway.settings import Settings
 from gateway.shared import events
 from gateway.shared.deeds import session_name

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from gateway import schemes
-from gateway.sessions import RECENT
+from gateway.session import RECENT
 from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
 from tests.test_sessions import CHAT, ask, bearer, create, gate_of, left_behind, lines, refused, said
 

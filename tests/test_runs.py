@@ -64,6 +64,20 @@ async def test_after_a_crash_counters_go_on_where_they_were(tmp_path: Path) -> N
             assert after == "s:4"
 
 
+async def test_a_run_that_could_not_be_opened_is_opened_as_it_was_when_it_can(tmp_path: Path) -> None:
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), ledger={"path": str(tmp_path)}) as gate:
+        made = (await gate.http.post("/sessions", json={"identity": "a", "run": "r"})).json()
+    async with gateway(pool("policy", worker.url), ledger={"path": str(tmp_path)}) as gate:
+        in_the_way = tmp_path / "r" / f"run.json.{os.getpid()}"
+        in_the_way.mkdir()
+        refused = await gate.http.post("/sessions", json={"identity": "a", "run": "r"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "ledger_unwritable")
+        assert gate.gateway.sessions.session("r", "a") is None
+        in_the_way.rmdir()
+        other = (await gate.http.post("/sessions", json={"identity": "a", "run": "r"})).json()
+        assert (made["session_id"], other["session_id"]) == ("a", "a-1")
+
+
 async def test_what_was_in_flight_is_closed_as_lost_and_its_index_taken_again_by_its_bytes(tmp_path: Path) -> None:
     folder: dict[str, Any] = {"ledger": {"path": str(tmp_path)}}
     opened = {

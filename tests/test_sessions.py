@@ -16,6 +16,10 @@ import openai
 import pytest
 
 from gateway import schemes
+from gateway.ledger.reader import Segments
+from gateway.sessions import Sessions
+from gateway.settings import Settings
+from gateway.stores.memory import MemoryStore
 from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, chat, completion, gateway, polite, pool
 from tests.processes import serving
 
@@ -726,6 +730,31 @@ async def test_what_ended_long_ago_is_gone_and_its_ordinal_taken(monkeypatch: py
         assert refused(await gate.http.post(f"/sessions/a0{CHAT}", json=chat())) == (410, "session_ended")
         assert (await gate.http.post(f"/sessions/new{CHAT}", json=chat())).status_code == 200
         assert (await create(gate, "a0"))["session_id"] == "a0-1"
+
+
+async def test_a_restart_takes_no_more_memory_than_the_run_took(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"run": "r", "ledger": {"path": str(tmp_path)}, "limits": {"sessions": 3}}
+    async with gate_of(**settings) as (_, gate):
+        for number in range(12):
+            if number % 3:
+                made = [await create(gate, f"a{number}")]
+            else:
+                made = (await create(gate, f"a{number}", group_size=2))["sessions"]
+            for session in made:
+                await gate.http.delete(f"/sessions/{session['session_id']}")
+        await create(gate, "live", group_size=2)
+        before = set(gate.gateway.sessions._sessions)
+    again = Sessions(
+        Settings.load(None, {}, {**settings, "pools": [pool("policy", "http://127.0.0.1:9")]}), MemoryStore()
+    )
+    most = 0
+    for _ in again.restoring("r", tmp_path / "r", Segments(tmp_path / "r")):
+        most = max(most, len(again._sessions))
+    assert most <= 3 + 2
+    assert set(again._sessions) == before
+    assert again.live == len(again.group("r", "live").members) == 2  # type: ignore[union-attr]
+    again.end_run("r")
+    assert not any((again._sessions, again._groups, again._by_key, again._idle, again._ended))
 
 
 async def test_kill_9_after_the_answer_loses_no_session(tmp_path: Path) -> None:

@@ -186,7 +186,11 @@ class MemoryStore:
         """It has told the ledger everything."""
 
     def close(self, run: str) -> None:
-        """A run has ended: what it put away is needed no more."""
+        """A run has ended: it is forgotten."""
+        for key in [key for key in self._scopes if key.run == run]:
+            self._weight -= WEIGHT + self._scopes.pop(key).remembered
+        for place in [place for place in self._sessions if place[0] == run]:
+            del self._sessions[place]
         if (shelf := self._shelves.pop(run, None)) is not None:
             shelf.close()
 
