@@ -141,7 +141,8 @@ class Sending:
         """Its client wants no answer any more."""
         self.unwanted = True
         if self.sent is not None:
-            self.sent.abort("aborted by its client")
+            give_up = self.sent.leave if self.job.pool.lanes.apart else self.sent.abort
+            give_up("aborted by its client")
         else:
             self.place.wake()
 
@@ -235,7 +236,7 @@ class Dispatcher:
                         await exchange.drain()
         finally:
             try:
-                exchange.abort()
+                exchange.leave()
             finally:
                 self.forget(sending)
 
@@ -245,6 +246,7 @@ class Dispatcher:
         replica.leaving += 1
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
+                await sending.exchange.left()
                 await self.abort(sending)
                 return await self._let_go(pool, replica, lane, sending.place)
         except TimeoutError:

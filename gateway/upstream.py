@@ -31,6 +31,9 @@ from gateway.settings import ReplicaTls
 HEAD_BYTES = 65536
 """Bound of a replica's response head, in bytes of names and values."""
 
+PART_SECONDS = 1.0
+"""How long a replica may take to close a connection that was closed for it."""
+
 _ANY_HEADER = 32
 """Makes zlib take its own header or gzip's."""
 
@@ -94,8 +97,8 @@ class Exchange:
     """One request sent and its answer. Ends exactly once: complete, broken or aborted."""
 
     __slots__ = (
-        "_chunks", "_connection", "_error", "_loop", "_sink", "_waiter", "begun_at", "complete", "headers", "heard",
-        "paused", "reused", "sent_at", "status", "streams",
+        "_chunks", "_connection", "_error", "_loop", "_parting", "_sink", "_waiter", "begun_at", "complete", "headers",
+        "heard", "paused", "reused", "sent_at", "status", "streams",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, reused: bool) -> None:
@@ -105,6 +108,7 @@ class Exchange:
         self._sink: Callable[[bytes], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._error: Broken | None = None
+        self._parting: asyncio.Future[None] | None = None
         self.status = 0
         self.headers: Headers = []
         self.streams = False
@@ -173,6 +177,23 @@ class Exchange:
             blame: Blame = "broke" if timeout else "none"
             self._fail(Broken(reason, "body" if self.status else "send", blame=blame, timeout=timeout))
 
+    def leave(self, reason: str = "aborted") -> None:
+        """As `abort`, but let the replica close too, which it does when it has read all that it was sent: see `left`."""
+        connection = self._connection
+        if connection is None or self.complete:
+            return
+        self._parting = connection.part()
+        self._connection = connection.exchange = None
+        self._fail(Broken(reason, "body" if self.status else "send"))
+
+    async def left(self) -> None:
+        """Wait until the replica has read the end of an exchange that was left, a second at most.
+
+        What is asked of a replica by one connection may overtake what was sent by another.
+        """
+        if self._parting is not None:
+            await asyncio.wait((self._parting,))
+
     def pause(self) -> None:
         """Stop reading from the replica until `resume`: the client is slower."""
         if self._connection is not None and not self.complete:
@@ -228,6 +249,8 @@ class Connection(asyncio.Protocol):
         self._ended = False
         self._until_close = False
         self._reusable = False
+        self._parted: asyncio.Future[None] | None = None
+        """Set once it is given up: done when the replica has closed too."""
         self.loop = asyncio.get_running_loop()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -237,9 +260,24 @@ class Connection(asyncio.Protocol):
         self.closed = True
         self.transport.abort()
 
+    def part(self) -> asyncio.Future[None]:
+        """Say that nothing more is sent. Done when the replica has closed too, or did not within `PART_SECONDS`."""
+        self.closed = True
+        parted = self._parted = self.loop.create_future()
+        transport = self.transport
+        if transport.can_write_eof():
+            transport.resume_reading()
+            transport.write_eof()
+        else:
+            transport.close()
+        patience = self.loop.call_later(PART_SECONDS, transport.abort)
+        parted.add_done_callback(lambda parted: patience.cancel())
+        return parted
+
     def data_received(self, data: bytes) -> None:
         if self.exchange is None:
-            self.close()
+            if self._parted is None:
+                self.close()
             return
         self.exchange.heard = self.pool.heard = self.loop.time()
         try:
@@ -287,6 +325,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
+        if self._parted is not None and not self._parted.done():
+            self._parted.set_result(None)
         exchange = self.exchange
         if exchange is None:
             return

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
+import pickle
 import sys
 import time
+import traceback
+import warnings
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from typing import NamedTuple
 
 from tests.simulate.bugs import BUGS, CAUGHT, planted
 from tests.simulate.invariants import check
@@ -18,22 +23,57 @@ AGAIN = 50
 """Every so many seeds one is played twice, to see that it replays."""
 
 
-def play(seed: int, bug: str | None = None, lines: list[str] | None = None) -> tuple[int, str, list[str]]:
-    """One seed: what stands for all that happened, and what did not hold."""
+class Played(NamedTuple):
+    """What came of one seed."""
+
+    seed: int
+    digest: str
+    """Stands for all that happened."""
+    found: list[str]
+    """What did not hold."""
+    lines: list[str]
+    """All that happened, if that was asked for."""
+
+
+def play(seed: int, bug: str | None = None, *, traced: bool = False) -> Played:
+    """One seed, in a process of its own: whatever stood still in it when it was over must never go on."""
+    reads, writes = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads do not matter: nothing of theirs is used
+        child = os.fork()
+    if not child:
+        try:
+            os.close(reads)
+            gc.disable()
+            with os.fdopen(writes, "wb") as answer:
+                answer.write(pickle.dumps(_play(seed, bug, traced)))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as answer:
+        told = answer.read()
+    os.waitpid(child, 0)
+    return pickle.loads(told) if told else Played(seed, "", ["error: it came to no end"], [])  # type: ignore[no-any-return]
+
+
+def _play(seed: int, bug: str | None, traced: bool) -> Played:
+    lines: list[str] = []
     with planted(bug) if bug else nullcontext():
-        world = World(seed, trace=lines)
+        world = World(seed, trace=lines if traced else None)
         try:
             world.run()
-            return seed, world.digest, check(world)
+            return Played(seed, world.digest, check(world), lines)
         finally:
             world.close()
 
 
-def _played(seed: int) -> tuple[int, str, list[str]]:
-    seed, digest, found = play(seed)
-    if seed % AGAIN == 0 and (again := play(seed)[1]) != digest:
-        found = [*found, f"replay: {digest} and then {again}"]
-    return seed, digest, found
+def _played(seed: int) -> Played:
+    played = play(seed)
+    if seed % AGAIN == 0 and (again := play(seed).digest) != played.digest:
+        played.found.append(f"replay: {played.digest} and then {again}")
+    return played
 
 
 def main() -> int:
@@ -49,32 +89,32 @@ def main() -> int:
     if given.bugs:
         return _search(given.seeds)
     if given.seed is not None or given.trace:
-        lines: list[str] | None = [] if given.trace else None
-        _, digest, found = play(given.seed or 0, given.bug, lines)
+        played = play(given.seed or 0, given.bug, traced=bool(given.trace))
         if given.trace:
             with open(given.trace, "w", encoding="utf-8") as file:
-                file.writelines(f"{line}\n" for line in lines or ())
-        print(f"seed {given.seed}: {digest}")
-        return _tell(given.seed, found, given.bug)
+                file.writelines(f"{line}\n" for line in played.lines)
+        print(f"seed {played.seed}: {played.digest}")
+        return _tell(played, given.bug)
     seeds = range(given.first, given.first + given.seeds)
     began, failed = time.monotonic(), 0
     with ProcessPoolExecutor(given.jobs) as workers:
-        for number, (seed, _, found) in enumerate(workers.map(_played, seeds, chunksize=4), 1):
-            failed += _tell(seed, found, None)
+        for number, played in enumerate(workers.map(_played, seeds, chunksize=4), 1):
+            failed += _tell(played)
             if sys.stderr.isatty() or number % 100 == 0:
                 print(f"{number} of {len(seeds)} seeds, {failed} failed", file=sys.stderr)
-    print(f"{len(seeds)} seeds in {time.monotonic() - began:.0f} s: {failed} failed")
+    seconds = time.monotonic() - began
+    print(f"{len(seeds)} seeds in {seconds:.0f} s, {seconds / len(seeds):.2f} s each: {failed} failed")
     return failed > 0
 
 
-def _tell(seed: int, found: list[str], bug: str | None) -> int:
-    if not found:
-        return 0
-    planted_bug = f" --bug {bug}" if bug else ""
-    print(f"seed {seed} fails: make simulate ARGS='--seed {seed}{planted_bug}'")
-    for line in found[:20]:
-        print(f"    {line}")
-    return 1
+def _tell(played: Played, bug: str | None = None) -> bool:
+    """Say what did not hold, if anything did not."""
+    if played.found:
+        planted_bug = f" --bug {bug}" if bug else ""
+        print(f"seed {played.seed} fails: make simulate ARGS='--seed {played.seed}{planted_bug}'")
+        for line in played.found[:20]:
+            print(f"    {line}", flush=True)
+    return bool(played.found)
 
 
 def _search(seeds: int) -> int:
@@ -83,8 +123,8 @@ def _search(seeds: int) -> int:
     for bug in BUGS:
         tried: Iterable[int] = [*([CAUGHT[bug]] if bug in CAUGHT else []), *range(seeds)]
         for number, seed in enumerate(tried, 1):
-            _, _, found = play(seed, bug)
-            if found and not play(seed)[2]:
+            found = play(seed, bug).found
+            if found and not play(seed).found:
                 print(f'    "{bug}": {seed},  # after {number}: {found[0][:90]}', flush=True)
                 break
         else:

@@ -131,6 +131,18 @@ class End(asyncio.Transport):
         self._network.trace(f"{self.peer.host} > {self.host} {len(data)} {zlib.crc32(data):08x}")
         self.protocol.data_received(data)
 
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        """Close this direction alone: the other end hears of it when it has read all that was sent before."""
+        if self.open:
+            self._loop.call_at(self._next(), self.peer.ended, context=self.peer.process.context)
+
+    def ended(self) -> None:
+        if self.open and not self.protocol.eof_received():
+            self.abort()
+
     def lost(self) -> None:
         if self.open:
             self.open = False
