@@ -94,13 +94,16 @@ class Record:
             work.interaction = self._sessions.enter(asked.session, interaction)
 
     async def complete(self, work: Work) -> None:
-        """The answer has ended: the request races no more. If it is good, its index is used, whatever happens next."""
+        """The answer has ended: the request races no more. If it is good, its index is used, whatever happens next.
+
+        Raises a `Fault` where it must not be delivered: its index may be another's.
+        """
         if work.claim is None or work.scope is None or work.completed:
             return
+        work.completed = True
+        work.raced = await self._store.complete(work.scope, work.claim.index, sure=_whole(work, unwanted=True))
         if _whole(work) and (run := _recorded(work)) is not None:
             run.ledger.complete({"event": "complete", **_names(work.scope, work.claim.index)})
-        work.completed = True
-        work.raced = await self._store.complete(work.scope, work.claim.index)
 
     async def closed(self, work: Work, *, started: bool) -> None:
         """The request is over. `started`: bytes of an answer had reached the client."""
@@ -285,13 +288,16 @@ def counts(usage: Mapping[str, Any]) -> dict[str, Any]:
     return told
 
 
-def _whole(work: Work) -> bool:
-    """Its answer came whole and is an answer, so that only the client's leaving could leave it undelivered."""
+def _whole(work: Work, *, unwanted: bool = False) -> bool:
+    """Its answer came whole and is an answer, so that only the client's leaving could leave it undelivered.
+
+    `unwanted`: also one that its client asked to abort.
+    """
     answer = work.answer
     observed = answer.observed
     if observed is not None and not observed.ended and work.asked is not None and work.asked.handling.kind == "sample":
         return False
-    return answered(answer.status, observed)
+    return answered(answer.status, observed, unwanted=unwanted)
 
 
 def _good_so_far(work: Work) -> bool:

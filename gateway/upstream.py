@@ -178,7 +178,7 @@ class Exchange:
             self._fail(Broken(reason, "body" if self.status else "send", blame=blame, timeout=timeout))
 
     def leave(self, reason: str = "aborted") -> None:
-        """As `abort`, but let the replica close too, which it does when it has read all that it was sent: see `left`."""
+        """As `abort`, but let the replica close too, which it does when it has read what it was sent: see `left`."""
         connection = self._connection
         if connection is None or self.complete:
             return

@@ -84,6 +84,8 @@ class Requests:
         self._rewards: dict[str, float | None] = {}
         """Session → the sum of its rewards."""
         self._names: dict[str, str] = {}
+        self._lost: set[str] = set()
+        """Claims of gateways that are gone, whose ends were found: two may have written one down."""
         self.gateways: set[str] = set()
         """Those that wrote what was found."""
         wanted = None if session is None else b'"session":' + orjson.dumps(session) + b","
@@ -201,8 +203,11 @@ class Requests:
 
     def _closed(self, key: Key, record: dict[str, Any], span: Span) -> None:
         entry = self._entries.get(key)
-        if entry is None:
+        claim = record.get("claim")
+        if entry is None or claim in self._lost:
             return
+        if claim is not None:
+            self._lost.add(claim)
         entry.open -= 1
         delivered = record.get("outcome") == "delivered"
         if delivered or not entry.delivered:

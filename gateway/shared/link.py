@@ -89,6 +89,10 @@ class Link:
         except TimeoutError:
             raise self.fault() from None
 
+    async def up(self) -> None:
+        """Wait for a connection, however long there is none."""
+        await self._up.wait()
+
     # --- messages
     def subscribe(self, channel: bytes, hear: Hear) -> None:
         """Have `hear` called with each message of a channel. A message may be lost, with the connection."""

@@ -9,6 +9,7 @@ dead, is never run.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -66,17 +67,32 @@ class Memory(NamedTuple):
     name: str = ""
 
 
+class LostEnd(NamedTuple):
+    """The end of a claim whose gateway is gone."""
+
+    claim: str
+    """Its name, which no other has."""
+    gateway: str
+    about: bytes
+    """Session and identity, as JSON."""
+    index: int
+    used: bool
+
+
 class Deeds(Protocol):
     """What a gateway did in a run."""
 
-    async def since(self, number: int) -> Telling:
-        """All that it did after its call of this number; -1: ever."""
+    async def since(self, number: int, *, lapsed: bool) -> Telling:
+        """All that it did after its call of this number; -1: ever.
 
-    def resume(self, tokens: Sequence[bytes] | None) -> None:
-        """It takes part from now on. `tokens`: the live claims that the store holds for its own, after a report."""
+        `lapsed`: it was silent for so long that its live claims may have been ended, and are not to be told as live.
+        """
 
-    def lost(self, gateway: str, claims: Sequence[bytes]) -> None:
-        """Another is gone; its claims were ended: what each was about, its index, and whether that is used."""
+    def resume(self, tokens: Sequence[bytes]) -> None:
+        """It takes part from now on. `tokens`: the live claims that the store holds for its own."""
+
+    def lost(self, ends: Sequence[LostEnd]) -> bool:
+        """Others are gone, and their claims were ended. Whether that is written down: else it is told again."""
 
 
 class Part:
@@ -96,6 +112,10 @@ class Part:
         self._terms = terms
         self._deeds = deeds
         self._reported = ""
+        self._leased_until = -math.inf
+        """Until when nobody takes this gateway for gone, at the least."""
+        self._written: tuple[str, ...] = ()
+        """Claims of others whose ends were written down, which the store does not know yet."""
         self._in = asyncio.Event()
         self._out = asyncio.Event()
         self._out.set()
@@ -111,17 +131,20 @@ class Part:
 
         Raises `StoreFault`, `Busy` where the run began with other settings, and `Gone` where it was over long ago.
         """
-        if self.connection is None and not self._refused:
-            try:
-                async with asyncio.timeout(self._link.seconds):
-                    await self._in.wait()
-            except TimeoutError:
-                raise self._link.fault() from None
-        if (why_not := self.why_not) is not None:
-            raise why_not
-        if self.connection is None:
-            raise self._link.fault()
-        return self.connection
+        try:
+            async with asyncio.timeout(self._link.seconds):
+                return await self.taken()
+        except TimeoutError:
+            raise self._link.fault() from None
+
+    async def taken(self) -> bytes:
+        """As `join`, however long it takes."""
+        while True:
+            if (why_not := self.why_not) is not None:
+                raise why_not
+            if self.connection is not None:
+                return self.connection
+            await self._in.wait()
 
     def leave(self, connection: bytes | None = None) -> None:
         """It takes no part any more, at least not under this connection: begin anew."""
@@ -160,23 +183,28 @@ class Part:
                 log.warning("left a run without a word: the store does not answer", run=self.run)
 
     async def _beat(self, connection: bytes) -> None:
-        terms = self._terms
-        answer = await self._link.call(scripts.BEAT, self.keys, (terms.gateway, connection, _ms(terms.lease)))
+        terms, sent = self._terms, asyncio.get_running_loop().time()
+        words = terms.gateway, connection, _ms(terms.lease), *self._written
+        answer = await self._link.call(scripts.BEAT, self.keys, words)
         if answer[0] != b"here":
             self.leave(connection)
             return
+        self._leased_until = sent + terms.lease
         self._see(answer[1])
-        lost = answer[2]
-        for gateway, claims in zip(lost[::2], lost[1::2], strict=True):
-            log.warning("a gateway is gone", run=self.run, gateway=gateway.decode(), claims=len(claims) // 3)
-            self._deeds.lost(gateway.decode(), claims)
+        for gateway, claims in zip(answer[2][::2], answer[2][1::2], strict=True):
+            log.warning("a gateway is gone", run=self.run, gateway=gateway.decode(), claims=int(claims))
+        self._written = ()
+        ends = [_lost_end(name, end) for name, end in zip(answer[3][::2], answer[3][1::2], strict=True)]
+        if ends and self._deeds.lost(ends):
+            self._written = tuple(end.claim for end in ends)
+            self._out.set()
 
     async def _take(self) -> None:
         """One try. It leaves `connection` set, or `why_not`, or is to be tried again."""
-        terms, link = self._terms, self._link
+        terms, link, loop = self._terms, self._link, asyncio.get_running_loop()
         settled = int(await link.call(scripts.SETTLED, scripts.MEETING, ()))
         while True:
-            generation = link.generation
+            generation, sent = link.generation, loop.time()
             answer = await link.call(
                 scripts.TAKE_PART,
                 self.keys,
@@ -197,6 +225,7 @@ class Part:
                 return
             match answer[0]:
                 case b"open":
+                    self._leased_until = sent + terms.lease
                     self._enter(generation, Memory(int(answer[1]), answer[2].decode()), answer[3])
                     return
                 case b"report":
@@ -212,16 +241,16 @@ class Part:
     def _enter(self, generation: int, memory: Memory, tokens: Sequence[bytes]) -> None:
         if self.memory.name and self.memory != memory:
             log.warning("the store may have forgotten: a new epoch", run=self.run, epoch=memory.epoch)
-        told = self._reported == memory.name
         self.memory, self._reported = memory, ""
         self._refused = ()
         self.connection = b"%d:%d" % (generation, memory.epoch)
         self._see([self._terms.gateway.encode()])
-        self._deeds.resume(tokens if told else None)
+        self._deeds.resume(tokens)
         self._in.set()
 
     async def _report(self, memory: str, number: int) -> None:
-        telling = await self._deeds.since(number)
+        lapsed = asyncio.get_running_loop().time() > self._leased_until
+        telling = await self._deeds.since(number, lapsed=lapsed)
         words: list[bytes | str | int] = []
         for count, deed in enumerate(telling.deeds, 1):
             words += deed
@@ -265,6 +294,13 @@ def differs(run: str, keys: Sequence[str]) -> Busy:
         code="run_differs",
         retry_after=60,
     )
+
+
+def _lost_end(claim: bytes, end: bytes) -> LostEnd:
+    """As `beat.lua` tells of it."""
+    name = claim.decode()
+    index, _, about = end[1:].partition(b"|")
+    return LostEnd(name, name.partition(" ")[0], about, int(index), end[:1] == b"1")
 
 
 def _ms(seconds: float) -> int:

@@ -43,8 +43,12 @@ class Store(Protocol):
         Raises `Conflict` and `StoreFault`; nothing is taken then, nor when it is cancelled.
         """
 
-    async def complete(self, scope: ScopeKey, index: int) -> bool:
-        """The answer of one claim has ended. Says whether the index raced."""
+    async def complete(self, scope: ScopeKey, index: int, *, sure: bool = False) -> bool:
+        """The answer of one claim has ended. Says whether the index raced.
+
+        `sure`: the answer is to be delivered. Raises a `Fault` where it must not be: the index was taken from this
+        claim, or nobody can say whether it was.
+        """
 
     async def settle(self, scope: ScopeKey, index: int, *, used: bool) -> bool:
         """One claim is over. True if the index is released now."""

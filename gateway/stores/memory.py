@@ -102,7 +102,7 @@ class MemoryStore:
             return outcome._replace(flags=(*outcome.flags, "epoch"))
         return outcome
 
-    async def complete(self, key: ScopeKey, index: int) -> bool:
+    async def complete(self, key: ScopeKey, index: int, *, sure: bool = False) -> bool:
         raced = self._scopes[key].complete(index)
         if key in self._waiters:
             self._wake(key)

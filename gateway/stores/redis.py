@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from gateway.shared import deeds, scripts
 from gateway.shared.address import parse
 from gateway.shared.deeds import KINDS, Fate, scope_name, session_name
 from gateway.shared.link import Link
-from gateway.shared.part import BEATS, Memory, Part, Telling, Terms
+from gateway.shared.part import BEATS, LostEnd, Memory, Part, Telling, Terms
 from gateway.stores import ScopeKey
 from gateway.tasks import start, stop
 
@@ -39,6 +40,9 @@ POLL = 0.25
 
 RECENT = 8192
 """Calls that are kept in mind, to tell them again to a server that has lost the last of them."""
+
+REFUSED_PAUSE = 0.05
+"""Seconds until a store is asked again whether an answer may be delivered, where it has refused to say."""
 
 CLAIMED, COMPLETE, SETTLED = 0, 1, 2
 
@@ -60,6 +64,15 @@ class Held:
     known: int = CLAIMED
     """The state that the store has."""
     used: bool = False
+    noted: bool = False
+    """The store has noted that its answer is delivered: whatever happens, its index is used."""
+    lost: bool = False
+    """The store does not have it any more, or may not: another may have its index."""
+
+    @property
+    def live(self) -> bool:
+        """Its index is known and not given back, as far as anybody knows."""
+        return self.index >= 0 and self.state < SETTLED and not self.lost
 
     @property
     def about(self) -> bytes:
@@ -181,8 +194,8 @@ class RedisStore:
     async def claim(self, key: ScopeKey, ask: Ask, settle_seconds: float) -> Claim:
         return await self._run(key.run).claim(key, ask, settle_seconds)
 
-    async def complete(self, key: ScopeKey, index: int) -> bool:
-        return await self._runs[key.run].complete(key, index)
+    async def complete(self, key: ScopeKey, index: int, *, sure: bool = False) -> bool:
+        return await self._runs[key.run].complete(key, index, sure)
 
     async def settle(self, key: ScopeKey, index: int, *, used: bool) -> bool:
         return await self._runs[key.run].settle(key, index, used)
@@ -407,7 +420,7 @@ class SharedRun:
             known.popitem(last=False)
 
     # --- the end
-    async def complete(self, key: ScopeKey, index: int) -> bool:
+    async def complete(self, key: ScopeKey, index: int, sure: bool) -> bool:
         issued = self.issued(key, index)
         held = next((held for held in issued.holders if held.state == CLAIMED), None)
         if held is None:
@@ -415,19 +428,62 @@ class SharedRun:
         held.state = COMPLETE
         self._end_flight(held, issued)
         try:
+            if sure:
+                issued.raced |= await self._noted(held)
+            else:
+                issued.raced |= await self._told_of(held)
+        finally:
+            held.raced = issued.raced
+        self._wake(held.scope)
+        return issued.raced
+
+    async def _told_of(self, held: Held) -> bool:
+        """Tell that an answer has ended, if the store can be told soon. Whether its index raced."""
+        try:
             told = self._tell(held)
             if told is None:
                 await self._link.ready()
                 await self.part.join()
                 told = self._tell(held)
-            if told is not None:
-                answer = await told
-                issued.raced |= answer[0] == b"done" and bool(answer[1])
-                self._wake(held.scope)
+            answer = [b"away"] if told is None else await told
         except Fault:
-            pass  # it is owed
-        held.raced = issued.raced
-        return issued.raced
+            return False  # it is owed
+        return answer[0] == b"done" and bool(answer[1])
+
+    async def _noted(self, held: Held) -> bool:
+        """Have the store note that an answer will be delivered. Whether its index raced.
+
+        What the store has noted it gives to nobody else, should this gateway be taken for gone from now on. Raises
+        `StoreFault` where the claim was ended by then, or the store does not say within the lease.
+        """
+        lease = self._store.terms.lease
+        try:
+            async with asyncio.timeout(lease):
+                while True:
+                    await self._link.up()
+                    await self.part.taken()
+                    told = self._tell(held)
+                    if told is None:
+                        continue
+                    try:
+                        outcome, *raced = await told
+                    except StoreFault:
+                        await asyncio.sleep(REFUSED_PAUSE)
+                        continue
+                    if outcome == b"done":
+                        return bool(raced[0])
+                    if outcome == b"gone":
+                        raise StoreFault(
+                            "This gateway could not be heard for so long that the index of this request was released, "
+                            "and another may have it. Ask again.",
+                            code="index_released",
+                        )
+        except TimeoutError:
+            self._link.fault()
+            raise StoreFault(
+                f"The store that keeps indices did not take note of the answer within {lease:g} s, so it is not "
+                "delivered. Ask again.",
+            ) from None
 
     async def settle(self, key: ScopeKey, index: int, used: bool) -> bool:
         held = max(self.issued(key, index).holders, key=lambda held: held.state)
@@ -488,6 +544,7 @@ class SharedRun:
                 return
             held.known = max(held.known, state)
             if outcome == b"done":
+                held.noted |= state == COMPLETE
                 self._note(number, held)
             if held.known == SETTLED:
                 self._held.pop(held.token, None)
@@ -597,17 +654,19 @@ class SharedRun:
             del self._waiters[waiter.held.scope]
 
     # --- taking part (gateway.shared.part.Deeds)
-    async def since(self, number: int) -> Telling:
+    async def since(self, number: int, *, lapsed: bool) -> Telling:
+        for each in self._held.values():
+            each.lost |= lapsed
         if number >= self._told and not (number < 0 and self._forgot):
             return Telling()
-        held = [held for held in self._held.values() if held.index >= 0 and held.state < SETTLED]
         if self._ledger is None or self._folder is None or self._remembers(number):
             recent = {each.token: each for told, each in self._recent if told > number and each.index >= 0}
             return Telling(fate.deed() for fate in _fates([*recent.values()]))
         self._ledger.flush()
         live: deeds.Live = {}
-        for each in held:
-            live.setdefault((each.key.session, each.key.identity, each.index), []).append(_token(each))
+        for each in self._held.values():
+            if each.live:
+                live.setdefault((each.key.session, each.key.identity, each.index), []).append(_token(each))
         return await asyncio.to_thread(deeds.told, self._folder, self._store.terms.gateway, live)
 
     def _remembers(self, number: int) -> bool:
@@ -617,11 +676,13 @@ class SharedRun:
             return not self._forgot and len(list(self._folder.glob("*.jsonl"))) == 1
         return not self._forgot or (bool(self._recent) and self._recent[0][0] <= number)
 
-    def resume(self, tokens: Sequence[bytes] | None) -> None:
+    def resume(self, tokens: Sequence[bytes]) -> None:
         if self._folder is not None:
             deeds.remember(self._folder, self.part.memory)
-        stale = {int(token) for token in tokens or ()} - self._held.keys()
+        kept = {int(token) for token in tokens}
+        stale = kept - self._held.keys()
         for held in list(self._held.values()):
+            held.lost = held.token not in kept
             if held.known < held.state:
                 self._tell(held)
         for token in stale:
@@ -629,24 +690,31 @@ class SharedRun:
         for scope in tuple(self._waiters):
             self._wake(scope)
 
-    def lost(self, gateway: str, claims: Sequence[bytes]) -> None:
+    def lost(self, ends: Sequence[LostEnd]) -> bool:
         if self._ledger is None:
-            return
-        for about, index, used in zip(claims[::3], claims[1::3], claims[2::3], strict=True):
-            session, identity = orjson.loads(about)
+            return True
+        for end in ends:
+            session, identity = orjson.loads(end.about)
             self._ledger.closed(
                 {
                     "event": "closed",
+                    "time": time.time(),
                     "run": self._run,
                     "session": session,
                     "identity": identity,
-                    "index": int(index),
+                    "index": end.index,
                     "outcome": "failed",
                     "error": "gateway-lost",
-                    "used": used == b"1",
-                    "gateway": gateway,
+                    "used": end.used,
+                    "gateway": end.gateway,
+                    "claim": end.claim,
                 }
             )
+        try:
+            self._ledger.flush()
+        except StoreFault:
+            return False
+        return True
 
 
 def _token(held: Held) -> str:
@@ -661,8 +729,10 @@ def _fates(claims: Iterable[Held]) -> Iterable[Fate]:
         fate = fates.get(place) or fates.setdefault(place, Fate(held.key.session, held.key.identity, held.index))
         fate.claimed(ask.kind, ask.raw, ask.content if ask.number is not None or ask.key else None, ask.key, ask.repeat)
         fate.raced |= held.raced
-        if held.state == SETTLED:
+        if held.live:
+            fate.tokens.append(_token(held))
+        elif held.state == SETTLED:
             fate.used |= held.used
         else:
-            fate.tokens.append(_token(held))
+            fate.used |= held.noted
     return fates.values()

@@ -27,6 +27,7 @@ from gateway.shared.lanes import Places
 from gateway.shared.link import Link, Script
 from gateway.stores import ScopeKey
 from gateway.stores.redis import RedisStore, SharedRun
+from gateway.upstream import Exchange
 
 Apply = Callable[[ExitStack], None]
 BUGS: dict[str, Apply] = {}
@@ -220,6 +221,32 @@ def the_dead_keep_their_claims(stack: ExitStack) -> None:
 
 
 @_bug
+def an_end_of_the_dead_is_told_once(stack: ExitStack) -> None:
+    """Who notices that a gateway is gone hears once what that had, if at all."""
+    _edit(
+        stack,
+        "BEAT",
+        (
+            "        told[#told + 1] = lost\n",
+            "        told[#told + 1] = lost\n        call('HDEL', ends, kept[each])\n",
+        ),
+    )
+
+
+@_bug
+def delivered_without_the_store(stack: ExitStack) -> None:
+    """What the store could not be told is delivered all the same."""
+    complete = SharedRun.complete
+    _patch(stack, SharedRun, "complete", lambda run, key, index, sure: complete(run, key, index, False))
+
+
+@_bug
+def a_released_index_is_delivered(stack: ExitStack) -> None:
+    """Whether the index is still the request's is not looked at."""
+    _edit(stack, "COMPLETE", ("return {'gone'}", "return {'done', 0}"))
+
+
+@_bug
 def a_refused_end_is_not_told_again(stack: ExitStack) -> None:
     """An end that the server refused is told to nobody."""
     _patch(stack, SharedRun, "_owe", lambda run, held: None)
@@ -269,6 +296,16 @@ def an_abort_is_not_awaited(stack: ExitStack) -> None:
         return True
 
     _patch(stack, Dispatcher, "_left", left)
+
+
+@_bug
+def a_question_overtakes_an_abort(stack: ExitStack) -> None:
+    """The engine is asked what is in it before it has read what it was sent."""
+
+    async def left(exchange: Exchange) -> None:
+        pass
+
+    _patch(stack, Exchange, "left", left)
 
 
 @_bug

@@ -131,21 +131,30 @@ def one_owner(view: _View) -> Iterator[str]:
 
 
 def one_delivery(view: _View) -> Iterator[str]:
-    """Of requests with equal bytes each has an index of its own, unless one is a retry that says that it shares it.
-
-    What a gateway delivers that the others have taken for gone may have been given again meanwhile.
-    """
+    """Of requests with equal bytes each has an index of its own, unless one is a retry that says that it shares it."""
     served: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for request in view.world.clients.requests:
         attempt = request.served
-        record = attempt and view.by_id.get((attempt.gateway, attempt.headers["x-detgate-request-id"]))
-        if record and _place(record) in view.taken_for_gone:
-            continue
         if attempt is not None and not re.search("retry-shared|epoch", attempt.guarantee):
             served[request.session, attempt.headers["x-detgate-request-id"]].add(request.name)
     for which, names in served.items():
         if len(names) > 1:
             yield f"{which} was given to {sorted(names)}"
+
+
+def none_delivered_unnoted(view: _View) -> Iterator[str]:
+    """What a client got whole the store has noted for it before: who else asks gets another index from then on."""
+    names: dict[str, Any] = {told.member.process.name: told.member.gateway for told in view.told}
+    got: Counter[tuple[str, bytes, int]] = Counter()
+    for request in view.world.clients.requests:
+        for attempt in request.attempts:
+            if attempt.outcome == "whole" and attempt.status == 200:
+                record = view.by_id[attempt.gateway, attempt.headers["x-detgate-request-id"]]
+                scope = scope_name(record["session"], record["identity"])
+                got[names[attempt.gateway]._store.gateway, scope, record["index"]] += 1
+    for place, count in got.items():
+        if count > len(view.world.noted[place]):
+            yield f"index {place[2]} of {place[1].hex()} was delivered {count} times by {place[0]}, unnoted"
 
 
 def same_index_again(view: _View) -> Iterator[str]:
@@ -195,7 +204,7 @@ def none_free_that_was_delivered(view: _View) -> Iterator[str]:
     for request in view.world.clients.requests:
         attempt = request.served
         record = attempt and view.by_id.get((attempt.gateway, attempt.headers["x-detgate-request-id"]))
-        if not record or _place(record) in view.taken_for_gone:
+        if not record:
             continue
         if scope_name(record["session"], record["identity"]) + b"%010d" % record["index"] in ends:
             yield f"{_place(record)} was delivered to {request.name} and is free"
@@ -334,7 +343,7 @@ def ledger(view: _View) -> Iterator[str]:
         known: Any = told.member.gateway
         for other in view.told:
             ended += Counter(_place(end) for end in other.lost if end["gateway"] == known._store.gateway)
-        if not told.alive and not view.world.tells_of_the_dead:
+        if not told.alive and view.world.losses:
             continue
         for place in begun:
             if begun[place] > ended[place]:
@@ -349,6 +358,7 @@ RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     one_owner_in_the_store,
     one_owner,
     one_delivery,
+    none_delivered_unnoted,
     same_index_again,
     none_lost,
     none_free_that_was_delivered,

@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -159,13 +160,10 @@ class World:
         """How often the store may have forgotten."""
         self.crashes = 0
         self.claims: list[Claimed] = []
+        self.noted: dict[tuple[str, bytes, int], set[bytes]] = defaultdict(set)
+        """Gateway, scope and index → claims of which the store has said that their answers may be delivered."""
+        self._tokens: dict[tuple[bytes, bytes], tuple[bytes, int]] = {}
         self.halted = False
-
-    @property
-    def tells_of_the_dead(self) -> bool:
-        """Whether who notices that a gateway is gone surely hears what that had: the store tells it once."""
-        deaf = re.compile("freeze|stall|cut|error|loss|flush")
-        return self.crashes == 1 and not any(deaf.search(fault) for fault in self.struck)
 
     @property
     def may_fence(self) -> bool:
@@ -203,13 +201,17 @@ class World:
 
     def _ran(self, server: Server, source: bytes, args: list[bytes], reply: Any) -> None:
         """A script was run: what it gave to whom."""
+        if source == scripts.COMPLETE.source.encode() and reply[0] == b"done":
+            scope, index = self._tokens[args[0], args[3]]
+            self.noted[args[0].decode(), scope, index].add(args[3])
         if source != scripts.CLAIM.source.encode() or reply[0] not in (b"index", b"wait"):
             return
-        gateway, _, _, scope, _, _, raw, content, number, key, repeat, *_ = args
+        gateway, _, token, scope, _, _, raw, content, number, key, repeat, *_ = args
         owner = ("key", key) if key else ("number", number + content) if number else ("bytes", raw)
         index = int(reply[1]) if reply[0] == b"index" else -1
         if index < 0 and reply[1] != b"racing":
             return
+        self._tokens[gateway, token] = scope, index
         epoch = int(server.keyspace.hget(STATE, b"@epoch") or 0)
         reused = index >= 0 and bool(reply[2])
         self.claims.append(
@@ -467,6 +469,7 @@ def _own(world: World) -> Iterator[None]:
         mock.patch("gateway.stores.redis.secrets", entropy),
         mock.patch("gateway.shared.lanes.time", clock),
         mock.patch("gateway.record.time", clock),
+        mock.patch("gateway.stores.redis.time", clock),
     ):
         try:
             yield

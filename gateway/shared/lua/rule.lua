@@ -49,8 +49,10 @@ end
 local function keep_until(time, retention)
     local at = string.format('%.0f', time)
     call('HSET', H, '@until', at)
-    for _, key in ipairs({H, R, PREFIX .. 'beats', PREFIX .. 'gone', PREFIX .. 'missing', PREFIX .. 'awaited'}) do
-        call('PEXPIREAT', key, at)
+    call('PEXPIREAT', H, at)
+    call('PEXPIREAT', R, at)
+    for _, key in ipairs({'beats', 'gone', 'ends', 'missing', 'awaited'}) do
+        call('PEXPIREAT', PREFIX .. key, at)
     end
     for _, gateway in ipairs(call('ZRANGE', PREFIX .. 'beats', 0, -1)) do
         call('PEXPIREAT', PREFIX .. 'claims:' .. gateway, at)
@@ -262,7 +264,8 @@ local function settle(live, index, used)
 end
 
 -- End all claims of a gateway. One whose answer had ended may have been delivered, and is used; others are not, as far
--- as anybody knows. Gives what each was about, its index, and whether that is used.
+-- as anybody knows. Gives each one's token, then whether its index is used (1 or 0) with the index, a bar, and what it was
+-- about.
 local function end_all(claims)
     local lost = {}
     for _, token in ipairs(call('HKEYS', claims)) do
@@ -277,9 +280,8 @@ local function end_all(claims)
         end
         wake()
         close()
-        lost[#lost + 1] = claim.about
-        lost[#lost + 1] = written(claim.index)
-        lost[#lost + 1] = claim.ended and '1' or '0'
+        lost[#lost + 1] = token
+        lost[#lost + 1] = (claim.ended and '1' or '0') .. written(claim.index) .. '|' .. claim.about
     end
     call('DEL', claims)
     return lost
