@@ -118,9 +118,10 @@ class Record:
             if not work.completed:
                 work.completed = True
                 work.raced = await self._store.complete(work.scope, work.claim.index)
-            await self._store.settle(work.scope, work.claim.index, used=used)
+            # First the record: should the process be killed in between, the store ends what it still has for open.
             if (run := _recorded(work)) is not None:
                 self._close_record(work, run, used, now)
+            await self._store.settle(work.scope, work.claim.index, used=used)
         self._count(work)
         pool = asked.pool.name if asked is not None else ""
         route = asked.route if asked is not None else "unknown"

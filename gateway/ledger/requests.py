@@ -85,7 +85,7 @@ class Requests:
         """Session → the sum of its rewards."""
         self._names: dict[str, str] = {}
         self._lost: set[str] = set()
-        """Claims of gateways that are gone, whose ends were found: two may have written one down."""
+        """Claims of gateways that are gone, whose ends were found: another may have written one down too."""
         self.gateways: set[str] = set()
         """Those that wrote what was found."""
         wanted = None if session is None else b'"session":' + orjson.dumps(session) + b","
@@ -203,12 +203,13 @@ class Requests:
 
     def _closed(self, key: Key, record: dict[str, Any], span: Span) -> None:
         entry = self._entries.get(key)
-        claim = record.get("claim")
-        if entry is None or claim in self._lost:
+        if entry is None:
             return
-        if claim is not None:
+        if (claim := record.get("claim")) is not None:
+            if claim in self._lost or not entry.open:
+                return
             self._lost.add(claim)
-        entry.open -= 1
+        entry.open = max(0, entry.open - 1)
         delivered = record.get("outcome") == "delivered"
         if delivered or not entry.delivered:
             entry.closed, entry.delivered = span, delivered

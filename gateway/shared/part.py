@@ -232,6 +232,7 @@ class Part:
                     await self._report(answer[2].decode(), int(answer[3]))
                 case b"wait":
                     self._refused = ()
+                    self._in.clear()
                     await asyncio.sleep(min(int(answer[3]) / 1000, terms.lease / BEATS / 20))
                 case _:
                     self._refused = answer

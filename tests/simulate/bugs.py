@@ -223,14 +223,8 @@ def the_dead_keep_their_claims(stack: ExitStack) -> None:
 @_bug
 def an_end_of_the_dead_is_told_once(stack: ExitStack) -> None:
     """Who notices that a gateway is gone hears once what that had, if at all."""
-    _edit(
-        stack,
-        "BEAT",
-        (
-            "        told[#told + 1] = lost\n",
-            "        told[#told + 1] = lost\n        call('HDEL', ends, kept[each])\n",
-        ),
-    )
+    once = "        told[#told + 1] = lost\n        call('HDEL', ends, kept[each])\n"
+    _edit(stack, "BEAT", ("        told[#told + 1] = lost\n", once))
 
 
 @_bug
