@@ -838,9 +838,9 @@ async def test_nor_does_it_where_the_store_is_slow(stream: bool, monkeypatch: py
     """The store has been told that an answer is complete before the last byte of it leaves."""
     complete = MemoryStore.complete
 
-    async def slow(store: MemoryStore, key: ScopeKey, index: int) -> bool:
+    async def slow(store: MemoryStore, key: ScopeKey, index: int, *, sure: bool = False) -> bool:
         await asyncio.sleep(0.02)
-        return await complete(store, key, index)
+        return await complete(store, key, index, sure=sure)
 
     monkeypatch.setattr(MemoryStore, "complete", slow)
     async with gate_of(profile="strict", timeouts={"settle": 0}) as (_, gate), Wire(gate.port) as wire:

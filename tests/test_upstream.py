@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import gzip
 import io
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import pytest
 
-from gateway.upstream import Broken, Connection, Connections
+from gateway.upstream import Broken, Connection, Connections, Exchange
 from tests.harness import FakeWorker, Reply, Seen
 
 
@@ -291,3 +292,47 @@ async def test_what_breaks_before_anyone_looked_is_broken_though_bytes_came() ->
     with pytest.raises(Broken):
         await exchange.begun()
     connections.close()
+
+
+class Slow:
+    """A server that reads nothing until it is let, and then everything."""
+
+    def __init__(self) -> None:
+        self.read = asyncio.Event()
+        self.got = b""
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self.read.wait()
+        self.got = await reader.read()
+        writer.close()
+
+
+@asynccontextmanager
+async def left() -> AsyncIterator[tuple[Slow, Exchange]]:
+    """An exchange that was left when the replica had read nothing of it."""
+    slow = Slow()
+    async with await asyncio.start_server(slow, "127.0.0.1", 0) as server:
+        connections = Connections(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        exchange = await connections.send(b"POST / HTTP/1.1\r\ncontent-length: 4\r\n\r\n", b"body")
+        exchange.leave()
+        yield slow, exchange
+        slow.read.set()
+
+
+async def test_who_leaves_knows_when_the_replica_has_read_all_that_it_was_sent() -> None:
+    async with left() as (slow, exchange):
+        with pytest.raises(Broken):
+            await exchange.head()
+        waiting = asyncio.create_task(exchange.left())
+        done, _ = await asyncio.wait((waiting,), timeout=0.05)
+        assert not done
+        slow.read.set()
+        await waiting
+        assert slow.got.endswith(b"\r\n\r\nbody")
+
+
+async def test_a_replica_that_does_not_close_is_not_waited_for_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.upstream.PART_SECONDS", 0.05)
+    async with left() as (slow, exchange):
+        await exchange.left()
+        assert slow.got == b""

@@ -361,6 +361,44 @@ TIMELINES = {
         c  ends                 raced
         r  gets                 3 racing retry-unmatched
     """,
+    "strict: a repeat of who waited for a rival shares its index": """
+        a   asks x strict        0
+        b   asks y strict        waits
+        a   delivers
+        b   gets                 1 racing
+        b   delivers
+        b'  asks y again strict  1 reused racing retry-shared
+    """,
+    "strict: a repeat of who waited in vain takes its first index": """
+        a   asks x strict        0
+        b   asks y strict        waits
+        b   leaves
+        a   delivers
+        b'  asks y again strict  1
+        b'  delivers
+        b2  asks y again:2 strict  1 reused retry-shared
+    """,
+    "strict: a repeat that comes while the first still waits is one with it": """
+        a   asks x strict        0
+        b   asks y strict        waits
+        b'  asks y again strict  waits
+        a   delivers
+        b   gets                 1 racing
+        b'  waits on
+        b   delivers
+        b'  gets                 1 reused racing retry-shared
+    """,
+    "no clone: of two that waited each has its own, and a repeat neither's": """
+        a   asks x strict        0
+        b   asks y strict        waits
+        c   asks y strict        waits
+        a   delivers
+        b   gets                 1 racing
+        c   gets                 2 racing
+        b   delivers
+        c   delivers
+        b'  asks y again strict  3 retry-unmatched
+    """,
     "strict: a refused request binds no key": """
         a  asks x strict        0
         b  asks y key=K strict  waits

@@ -22,6 +22,9 @@ Kind = Literal["arrival", "content", "client"]
 MANY = -1
 """These bytes were asked for by several requests, so a repeat cannot tell which index is its own."""
 
+NONE = -2
+"""They were asked for by one request, which has waited for a rival and has no index yet."""
+
 
 class Ask(NamedTuple):
     """One request for an index. Everything that the rule looks at, and nothing else."""
@@ -109,7 +112,7 @@ class Asked:
     """What was asked for with some bytes, without key and number."""
 
     index: int
-    """The index that all of it got, or `MANY`."""
+    """The index that all of it got, `MANY` or `NONE`."""
     repeat: int
     """The latest retry. Those of one request count upwards, so a count that comes again is another's."""
     live: int = 0
@@ -348,16 +351,18 @@ class Scope:
             claim = self._draw(ask, raced, final)
         elif not final and asked is not None and asked.live:
             return Wait("repeat")
-        elif asked is not None and asked.index != MANY and ask.repeat > asked.repeat:
+        elif asked is None or asked.index == MANY or (ask.repeat <= asked.repeat and not raced):
+            claim = self._draw(ask, raced, final, "retry-unmatched")
+        elif asked.index == NONE:
+            claim = self._draw(ask, raced, final)
+        else:
             claim = self._claimed(asked.index, "retry-shared")
             self._hold(asked.index, ask.raw, used=True)
-        else:
-            claim = self._draw(ask, raced, final, "retry-unmatched")
         if isinstance(claim, Claim):
-            self._note(ask, claim.index)
+            self._note(ask, claim.index, waited=raced)
             self.asked[ask.raw].live += self.live[claim.index].claims == 1
-        elif claim.why == "racing":
-            self._note(ask, MANY)
+        elif claim.why == "racing" and not raced:
+            self._note(ask, MANY if asked is None and ask.repeat else NONE)
         return claim
 
     def _take(self, raw: bytes, index: int) -> Claim:
@@ -375,15 +380,20 @@ class Scope:
             del self.released[raw]
         return True
 
-    def _note(self, ask: Ask, index: int) -> None:
-        """Keep whether all that asked for these bytes may be one request. Who waits for a rival asked too."""
+    def _note(self, ask: Ask, index: int, *, waited: bool = False) -> None:
+        """Keep whether all that asked for these bytes may be one request.
+
+        Who waits for a rival has asked; `waited`: it did, and was noted then.
+        """
         asked = self.asked.get(ask.raw)
         if asked is None:
             self.asked[ask.raw] = Asked(index, ask.repeat)
-        elif ask.repeat <= asked.repeat:
+        elif (ask.repeat <= asked.repeat and not waited) or (index != NONE and asked.index not in (NONE, index)):
             asked.index = MANY
         else:
-            asked.repeat = ask.repeat
+            asked.repeat = max(asked.repeat, ask.repeat)
+            if asked.index == NONE:
+                asked.index = index
 
     def _draw(self, ask: Ask, raced: bool, final: bool, *flags: str) -> Claim | Wait:
         rivals = ask.kind == "arrival" and len(self.drawn) > (ask.raw in self.drawn)

@@ -159,10 +159,10 @@ def none_delivered_unnoted(view: _View) -> Iterator[str]:
 
 def same_index_again(view: _View) -> Iterator[str]:
     """A request that is asked again keeps its index, and with it its seed."""
-    shaken = {claim.raw for claim in view.world.claims if claim.index < 0}
     repeats: dict[bytes, list[int]] = defaultdict(list)
     for claim in view.world.claims:
-        repeats[claim.raw].append(claim.repeat)
+        if not claim.waited:
+            repeats[claim.raw].append(claim.repeat)
     had: dict[tuple[str, int], set[int]] = defaultdict(set)
     for _, record in view.opened:
         had[record["digest"], record["epoch"]].add(record["index"])
@@ -171,7 +171,7 @@ def same_index_again(view: _View) -> Iterator[str]:
         request, *twins = view.by_digest[digest]
         in_order = all(one < two for one, two in zip(repeats[raw], repeats[raw][1:], strict=False))
         named = request.kind in ("key", "number")
-        if len(indices) > 1 and not twins and (named or (in_order and raw not in shaken)):
+        if len(indices) > 1 and not twins and (named or in_order):
             yield f"{request.name} had {sorted(indices)} in epoch {epoch}"
 
 

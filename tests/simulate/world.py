@@ -66,7 +66,8 @@ class Claimed:
     """Whose the index is: the bytes, the number or the key that it goes to alone."""
     repeat: int
     reused: bool
-    gateway: str
+    waited: bool
+    """It had asked before, and was told to wait for a rival."""
 
 
 @dataclass(eq=False)
@@ -206,7 +207,7 @@ class World:
             self.noted[args[0].decode(), scope, index].add(args[3])
         if source != scripts.CLAIM.source.encode() or reply[0] not in (b"index", b"wait"):
             return
-        gateway, _, token, scope, _, _, raw, content, number, key, repeat, *_ = args
+        gateway, _, token, scope, _, _, raw, content, number, key, repeat, mode, *_ = args
         owner = ("key", key) if key else ("number", number + content) if number else ("bytes", raw)
         index = int(reply[1]) if reply[0] == b"index" else -1
         if index < 0 and reply[1] != b"racing":
@@ -215,7 +216,7 @@ class World:
         epoch = int(server.keyspace.hget(STATE, b"@epoch") or 0)
         reused = index >= 0 and bool(reply[2])
         self.claims.append(
-            Claimed(self.loop.time(), epoch, scope, index, raw, owner, int(repeat), reused, gateway.decode())
+            Claimed(self.loop.time(), epoch, scope, index, raw, owner, int(repeat), reused, bool(int(mode) & 2))
         )
 
     def _entered(self, engine: Engine, inside: Inside) -> None:

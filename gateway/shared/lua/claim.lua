@@ -93,21 +93,23 @@ else
         draw()
     elseif not final and asked and asked.live > 0 then
         why = 'repeat'
-    elseif asked and asked.index ~= MANY and latest > asked.latest then
-        flag, index = 'retry-shared', asked.index
-        live = hold(index, raw, true)
-    else
+    elseif not asked or asked.index == MANY or (latest <= asked.latest and not waited) then
         flag = 'retry-unmatched'
         draw()
+    elseif asked.index == NONE then
+        draw()
+    else
+        flag, index = 'retry-shared', asked.index
+        live = hold(index, raw, true)
     end
     if index then
-        asked = noted(asked, index, latest)
+        asked = noted(asked, index, latest, waited)
         if live.claims == 1 then
             asked.live = asked.live + 1
         end
         write_asked(raw, asked)
-    elseif why == 'racing' and not final then
-        write_asked(raw, noted(asked, MANY, latest))
+    elseif why == 'racing' and not final and not waited then
+        write_asked(raw, noted(asked, (asked or latest == 0) and NONE or MANY, latest, false))
     end
 end
 

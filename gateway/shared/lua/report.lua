@@ -46,8 +46,10 @@ local function tell(at)
     end
     local asked = not named and (read_asked(raw) or {index = index, latest = latest, live = 0})
     if asked and fresh then
-        if asked.index ~= index or stands == 'm' then
+        if stands == 'm' or (asked.index ~= index and asked.index ~= NONE) then
             asked.index = MANY
+        elseif asked.index == NONE then
+            asked.index = index
         end
         asked.latest = math.max(asked.latest, latest)
     end
