@@ -18,7 +18,7 @@ import structlog
 
 from gateway.core.errors import Busy, Fault, Gone, StoreFault
 from gateway.shared import scripts
-from gateway.shared.link import Link
+from gateway.shared.link import Link, Words
 
 log = structlog.get_logger("detgate.store")
 
@@ -75,7 +75,8 @@ class LostEnd(NamedTuple):
     gateway: str
     about: bytes
     """Session and identity, as JSON."""
-    index: int
+    place: int
+    """Its index."""
     used: bool
 
 
@@ -184,7 +185,7 @@ class Part:
 
     async def _beat(self, connection: bytes) -> None:
         terms, sent = self._terms, asyncio.get_running_loop().time()
-        words = terms.gateway, connection, _ms(terms.lease), *self._written
+        words: Words = (terms.gateway, connection, _ms(terms.lease), *self._written)
         answer = await self._link.call(scripts.BEAT, self.keys, words)
         if answer[0] != b"here":
             self.leave(connection)

@@ -702,7 +702,7 @@ class SharedRun:
                     "run": self._run,
                     "session": session,
                     "identity": identity,
-                    "index": end.index,
+                    "index": end.place,
                     "outcome": "failed",
                     "error": "gateway-lost",
                     "used": end.used,

@@ -129,8 +129,7 @@ async def test_a_process_that_stood_still_for_longer_than_its_lease_delivers_not
     held = FirstHeld()
     async with RedisServer() as server, FakeWorker(held) as worker, gateways(1, server.url, worker) as (other,):
         async with serving(tmp_path, CONFIGURATION.format(state=server.url, worker=worker.url)) as stopped:
-            sent = {"json": chat("x"), "headers": {"X-Session-ID": "s"}}
-            asked = asyncio.create_task(stopped.http.post(CHAT, **sent))
+            asked = asyncio.create_task(stopped.http.post(CHAT, json=chat("x"), headers={"X-Session-ID": "s"}))
             await until(lambda: len(worker.seen) == 1)
             stopped.signal(signal.SIGSTOP)
             held.go.set()  # its answer lies in its socket when it goes on

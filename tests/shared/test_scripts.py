@@ -77,12 +77,13 @@ steps = st.lists(
 class Nothing:
     """Deeds of a gateway that has done nothing."""
 
-    async def since(self, number: int) -> Telling:
+    async def since(self, number: int, *, lapsed: bool) -> Telling:
         return Telling()
 
     def resume(self, tokens: Any) -> None: ...
 
-    def lost(self, gateway: str, claims: Any) -> None: ...
+    def lost(self, ends: Any) -> bool:
+        return True
 
 
 class Both:

@@ -55,7 +55,7 @@ def play(seed: int, bug: str | None = None, *, traced: bool = False) -> Played:
     with os.fdopen(reads, "rb") as answer:
         told = answer.read()
     os.waitpid(child, 0)
-    return pickle.loads(told) if told else Played(seed, "", ["error: it came to no end"], [])  # type: ignore[no-any-return]
+    return pickle.loads(told) if told else Played(seed, "", ["error: it came to no end"], [])
 
 
 def _play(seed: int, bug: str | None, traced: bool) -> Played:
