@@ -14,8 +14,9 @@ help: ## what there is
 run: $(VENV)/run.stamp ## the gateway before simulated replicas, on 127.0.0.1:8000
 	@$(BIN)/detgate demo $(ARGS)
 
+# Compiled modules are kept, whatever the environment says: each test process would compile them anew.
 test: lint ## linters, types, layers and every test that needs no real engine
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/dev.stamp ## linters, types and layers alone
 	$(BIN)/ruff check .

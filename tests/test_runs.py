@@ -252,7 +252,7 @@ async def test_requests_of_a_run_that_they_name_are_in_its_folder_and_count_for_
 
 @pytest.mark.timeout(300)
 async def test_kill_9_under_load_issues_no_index_twice_loses_none_and_a_retry_keeps_its_own(tmp_path: Path) -> None:
-    told = await killing.lives(tmp_path, kills=5, seconds=0.05)
+    told = await killing.lives(tmp_path, kills=3, seconds=0.05)
     assert told.lost
     killing.check(told, tmp_path)
 

@@ -10,6 +10,9 @@ from tests.field import clock
 from tests.field.routes import CARRIERS, CHAT, GENERATE, MESSAGES, Route, both_carriers, over
 from tests.harness import CarrierName, FakeWorker, Reply, Seen, Wire, gateway
 
+SELDOM = {"interval": 10}
+"""Minutes of probes would take longer than all else."""
+
 
 async def ask_and_idle(route: Route, port: int, number: int, turns: int) -> None:
     """Some requests on one connection, 4.9 to 5.1 s between two of them."""
@@ -155,7 +158,7 @@ async def test_liveness_answers_under_load(carrier: CarrierName) -> None:
 @pytest.mark.parametrize("carrier", CARRIERS)
 @over((CHAT, GENERATE))
 def test_a_slow_stream_is_not_cut(route: Route, carrier: CarrierName) -> None:
-    """One chunk a second for 700 s, at the default settings (modelplane#174)."""
+    """One chunk a second for 700 s, at the default time-outs (modelplane#174)."""
 
     async def script(seen: Seen, reply: Reply) -> None:
         reply.sse()
@@ -169,7 +172,7 @@ def test_a_slow_stream_is_not_cut(route: Route, carrier: CarrierName) -> None:
     async def main() -> None:
         async with (
             FakeWorker(script) as worker,
-            gateway(route.pool(worker.url), carrier=carrier, health={}) as gate,
+            gateway(route.pool(worker.url), carrier=carrier, health=SELDOM) as gate,
             Wire(gate.port) as wire,
         ):
             before = asyncio.get_running_loop().time()
@@ -185,7 +188,7 @@ def test_a_slow_stream_is_not_cut(route: Route, carrier: CarrierName) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @over((CHAT, GENERATE))
 def test_a_late_first_byte_is_waited_for(route: Route, stream: bool, carrier: CarrierName) -> None:
-    """The head at once and the first byte after 310 s, at the default settings (dstack#4239)."""
+    """The head at once and the first byte after 310 s, at the default time-outs (dstack#4239)."""
 
     async def script(seen: Seen, reply: Reply) -> None:
         kind = "text/event-stream" if stream else "application/json"
@@ -197,7 +200,7 @@ def test_a_late_first_byte_is_waited_for(route: Route, stream: bool, carrier: Ca
     async def main() -> None:
         async with (
             FakeWorker(script) as worker,
-            gateway(route.pool(worker.url), carrier=carrier, health={}) as gate,
+            gateway(route.pool(worker.url), carrier=carrier, health=SELDOM) as gate,
             Wire(gate.port) as wire,
         ):
             wire.post(route.path, route.body(stream=stream))
