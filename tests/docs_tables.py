@@ -30,6 +30,7 @@ from gateway.assembly import Gateway
 from gateway.cli import _parser
 from gateway.core import seeds
 from gateway.core.types import Handling
+from gateway.findings.flags import FLAGS, source
 from gateway.routes import API_OF
 from gateway.settings import Settings, schema
 from tests import matrix
@@ -357,6 +358,15 @@ def holds(name: str) -> str:
     return table(("route", "whole", "streamed"), matrix.table(name))
 
 
+def flags(name: str) -> str:
+    """Since when an engine has what findings ask for."""
+    rows = []
+    for flag, since in sorted(FLAGS[name].items()):
+        lacked = "–" if since.lacked is None else since.lacked
+        rows.append((f"`{flag}`", since.version, lacked, f"[{since.file}]({source(name, since)})"))
+    return table(("named by findings", "least version", "not in", "read in"), rows)
+
+
 PARTS: dict[str, Callable[[str], str]] = {
     "settings": settings,
     "engine": engine,
@@ -367,6 +377,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "commands": commands,
     "api": api,
     "launch": launched,
+    "flags": flags,
     "vectors": vectors,
     "samples": samples,
     "decisions": decisions,

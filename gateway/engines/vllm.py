@@ -154,7 +154,7 @@ def facts(told: Mapping[str, Any]) -> Facts:
     info = at(told, _SETTINGS)
     model, parallel = at(info, "vllm_config", "model_config"), at(info, "vllm_config", "parallel_config")
     scheduler, cache = at(info, "vllm_config", "scheduler_config"), at(info, "vllm_config", "cache_config")
-    runner = text(scheduler.get("runner_type"))
+    runner, passes = text(scheduler.get("runner_type")), at(info, "vllm_config", "compilation_config", "pass_config")
     defaults = numbers(model.get("override_generation_config"))
     source = text(model.get("generation_config"))
     return Facts(
@@ -178,7 +178,7 @@ def facts(told: Mapping[str, Any]) -> Facts:
         pipeline_parallel=count(parallel.get("pipeline_parallel_size")),
         data_parallel=count(parallel.get("data_parallel_size")),
         expert_parallel=_experts(parallel),
-        sequence_parallel=flag(at(info, "vllm_config", "compilation_config", "pass_config").get("enable_sp")),
+        sequence_parallel=flag(passes.get("enable_sp", passes.get("enable_sequence_parallelism"))),
         mixture_of_experts=flag(parallel.get("is_moe_model")),
         speculative=_drafts(info),
         overlapped=flag(scheduler.get("async_scheduling")),

@@ -36,7 +36,7 @@ class Finding:
     mend: str | None = None
     """The flag, variable or setting that mends it, as it is written."""
     since: str | None = None
-    """The first release of the engine that has it, where that is known."""
+    """The first release of the engine that has all that `mend` names; filled in by `judge`."""
     report: str | None = None
     """Where it is documented or was reported, as a link."""
     reason: str | None = None
@@ -113,7 +113,7 @@ def alone(pool: Pool) -> bool:
 
 def judge(pool: Pool, told: Mapping[str, Told]) -> list[Finding]:
     """Everything found in a pool, by name of its replicas: the worst first, then by replica and rule."""
-    from gateway.findings import pools, replicas
+    from gateway.findings import flags, pools, replicas
 
     rules = cast(Rules, import_module(f"gateway.findings.{pool.engine}"))
     found = [replace(finding, pool=pool.name) for finding in pools.findings(pool, told)]
@@ -122,7 +122,10 @@ def judge(pool: Pool, told: Mapping[str, Told]) -> list[Finding]:
         of_one = list(replicas.findings(case))
         if not any(finding.id == "engine-other" for finding in of_one):
             of_one += rules.findings(case)
-        found += (replace(finding, pool=pool.name, replica=name) for finding in of_one)
+        found += (
+            replace(finding, pool=pool.name, replica=name, since=flags.since(pool.engine, finding.mend))
+            for finding in of_one
+        )
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 
 

@@ -49,7 +49,6 @@ def _mode(case: Case) -> Iterator[Finding]:
             "says that it is not in deterministic mode",
             "it ignores seeds and draws each answer anew",
             mend="--enable-deterministic-inference",
-            since=FIRST,
             report=_DOCS,
             reason="engine-not-deterministic",
         )

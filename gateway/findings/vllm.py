@@ -51,7 +51,6 @@ def _mode(case: Case) -> Iterator[Finding]:
             "says that it is not in deterministic mode",
             "its answers hang on the rest of the batch",
             mend="VLLM_BATCH_INVARIANT=1, or lane: {scope: replica, limit: 1} with --no-enable-prefix-caching",
-            since=FIRST,
             report=_DOCS,
             reason="engine-not-deterministic",
         )
@@ -106,7 +105,7 @@ def _beyond_the_mode(case: Case) -> Iterator[Finding]:
             "sequence-parallel",
             "runs with sequence parallelism",
             "its reduce-scatter adds in an order that hangs on the batch",
-            """--compilation-config '{"pass_config": {"enable_sp": false}}'""",
+            """vLLM 0.32, which has none; or --compilation-config '{"pass_config": {"enable_sp": false}}'""",
             _ISSUES + "56370",
         )
     if any(name in (facts.accelerator or "") for name in _HOPPER):
@@ -166,7 +165,6 @@ def _sampling(case: Case) -> Iterator[Finding]:
             f"takes sampling parameters that a request leaves out from the model{f': {shown}' if shown else ''}",
             "another revision of the model may sample otherwise",
             mend="--generation-config vllm, or every parameter in each request",
-            since="0.6.6",
             report=_PULLS + "11164",
         )
     if facts.priority_scheduling:

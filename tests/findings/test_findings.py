@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from gateway import engines
 from gateway.core.guarantee import LOWERS
 from gateway.core.types import Facts
-from gateway.findings import SEVERITIES, Finding, Told, judge, reasons, report
+from gateway.findings import SEVERITIES, Finding, Told, flags, judge, reasons, report
 from gateway.findings.versions import before
 from gateway.settings import Pool, Settings
 
@@ -271,6 +273,9 @@ def test_a_report_is_json() -> None:
         ("0.5.3", "0.5.3", False),
         ("0.5.10", "0.5.3", False),
         ("0.5.3rc1", "0.5.3", False),
+        ("0.5.3.post2", "0.5.3", False),
+        ("0.5.2.post1", "0.5.3", True),
+        ("0.32.0+cpu", "0.32", False),
         ("v0.11.0", "0.11.1", True),
         ("0.11.1.dev3+g12ab", "0.11.1", False),
         ("1", "0.11.1", False),
@@ -300,3 +305,47 @@ def test_a_cache_in_which_each_request_is_alone_warms_nothing(engine: str) -> No
 def test_an_engine_that_goes_by_priority_is_told_it(engine: str) -> None:
     going = replace(GOOD[engine], priority_scheduling=True)
     assert "priority-unused" not in {finding.id for finding in found(engine, going, priority="index")}
+
+
+# --- since when
+
+
+_NAMED = re.compile(r"--[a-z][a-z-]+|\bVLLM_[A-Z_]+\b")
+
+
+@pytest.mark.parametrize("engine", flags.FLAGS)
+def test_of_every_flag_that_a_rule_names_it_is_known_since_when_there_is_one(engine: str) -> None:
+    source = (Path(flags.__file__).parent / f"{engine}.py").read_text()
+    named = set(_NAMED.findall(source))
+    assert named
+    assert named <= set(flags.FLAGS[engine])
+    for since in flags.FLAGS[engine].values():
+        assert since.lacked is None or before(since.lacked, since.version) or since.version.startswith(since.lacked)
+
+
+@pytest.mark.parametrize(
+    ("engine", "mend", "since"),
+    [
+        ("vllm", "VLLM_BATCH_INVARIANT=1, or a lane with --no-enable-prefix-caching", "0.11.1"),
+        ("vllm", "--attention-config.flash_attn_version=2", "0.13.0"),
+        ("vllm", """--compilation-config '{"pass_config": {"fuse_allreduce_rms": false}}'""", "0.12.0"),
+        ("vllm", "no --speculative-config", None),
+        ("vllm", "detgate verify", None),
+        ("vllm", None, None),
+        ("sglang", "detgate verify, or --disable-radix-cache --disable-overlap-schedule", "0.3.6"),
+        ("sglang", "--sampling-defaults openai", "0.5.3.post1"),
+        ("openai", "--sampling-defaults openai", None),
+    ],
+)
+def test_what_mends_a_finding_is_there_since_the_last_of_what_it_needs(
+    engine: str, mend: str | None, since: str | None
+) -> None:
+    assert flags.since(engine, mend) == since
+
+
+def test_a_finding_says_since_when_there_is_what_mends_it() -> None:
+    [mode] = [each for each in found("vllm", replace(VLLM, deterministic=False)) if each.id == "not-deterministic"]
+    assert mode.since == "0.11.1"
+    [caches] = [each for each in found("sglang", replace(SGLANG, attention_backend="torch_native"))
+                if each.id == "prefix-cache"]  # fmt: skip
+    assert caches.since == "0.1.13"
