@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from gateway.core import merge, shapes, sse
+from gateway.core import merge, shapes
 from gateway.core.document import Document
 from gateway.core.errors import Fault, UpstreamFault
+from gateway.core.observer import Observer, observe
+from gateway.core.seen import Observed, weights
 from gateway.core.types import Api, Call, Handling, Headers
 from gateway.sending import Dispatcher, Job, Sending
 from gateway.upstream import Broken, Exchange
@@ -53,9 +55,9 @@ class Answer:
     """What came, for the record."""
 
     status: int = 0
-    observer: sse.Observer | None = None
+    observer: Observer | None = None
     """Watches a stream."""
-    observed: sse.Observed | None = None
+    observed: Observed | None = None
     first_byte_at: float = 0.0
     complete_at: float = 0.0
     delivered: bool = False
@@ -114,7 +116,7 @@ async def _whole(asking: Asking, sending: Sending) -> None:
     body, status = exchange.body, exchange.status
     sending.end()
     if status < 400:
-        answer.observed = sse.observe(body, handling.api, handling.kind)
+        answer.observed = observe(body, handling.api, handling.kind)
     answer.complete_at = exchange.heard
     await asking.complete()
     headers = exchange.headers
@@ -130,7 +132,7 @@ async def _whole(asking: Asking, sending: Sending) -> None:
 
 async def _stream(asking: Asking, sending: Sending) -> None:
     exchange, answer, client = sending.exchange, asking.answer, asking.client
-    observer = answer.observer = sse.Observer(asking.api, asking.handling.kind, asking.samples)
+    observer = answer.observer = Observer(asking.api, asking.handling.kind, asking.samples)
     held = b""
     client.on_pause, client.on_resume = exchange.pause, exchange.resume
     client.start(exchange.status, asking.head(sending, exchange.headers))
@@ -212,7 +214,7 @@ class _Merger:
         self.sendings = joined
         self._bodies: list[bytes] = [b""] * len(asking.calls)
         self._stream: merge.StreamMerger | None = None
-        self._observer = asking.answer.observer = sse.Observer(asking.api, asking.handling.kind, asking.samples)
+        self._observer = asking.answer.observer = Observer(asking.api, asking.handling.kind, asking.samples)
 
     async def run(self, dispatcher: Dispatcher, position: int, call: Call) -> None:
         """Send one call and take its answer in. Raises what makes the request fail."""
@@ -269,8 +271,8 @@ class _Merger:
         asking, client, answer = self.asking, self.asking.client, self.asking.answer
         if self._stream is None:
             body = merge.merge(asking.handling.merge or "", asking.document, asking.calls, self._bodies)
-            seen = sse.observe(body, asking.api, asking.handling.kind)
-            answer.observed = seen._replace(weight_version=sse.weights(self._bodies) or seen.weight_version)
+            seen = observe(body, asking.api, asking.handling.kind)
+            answer.observed = seen._replace(weight_version=weights(self._bodies) or seen.weight_version)
             await self._complete()
             first = self.sendings[0]
             client.reply(first.exchange.status, asking.head(first, first.exchange.headers), body)
@@ -324,7 +326,7 @@ def break_stream(client: Client, answer: Answer, fault: Fault, api: Api) -> None
     client.break_off()
 
 
-def answered(status: int, observed: sse.Observed | None, *, unwanted: bool = False) -> bool:
+def answered(status: int, observed: Observed | None, *, unwanted: bool = False) -> bool:
     """Whether an answer that reached the client answers the request, so that its index is used.
 
     `unwanted`: its client asked to abort it, so that an aborted answer is what it wanted.

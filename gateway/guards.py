@@ -11,7 +11,7 @@ import structlog
 from gateway.core import canonical, plan
 from gateway.core.document import Document
 from gateway.core.errors import CallerFault, Conflict
-from gateway.core.sse import Observed, Sample
+from gateway.core.seen import Observed, Sample
 from gateway.session import Group, Session
 from gateway.sessions import Sessions
 from gateway.settings import Guards as GuardSettings

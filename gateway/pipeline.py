@@ -18,7 +18,7 @@ from gateway.bodies import Heard
 from gateway.core import canonical, fields, identity, ids, plan, resume, shapes, traces
 from gateway.core.errors import Busy, Fault
 from gateway.core.indexing import Ask
-from gateway.core.sse import Observed
+from gateway.core.seen import Observed
 from gateway.core.types import Call, Headers, Request
 from gateway.episodes import Episodes
 from gateway.fleet import Fleet

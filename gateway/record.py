@@ -11,8 +11,9 @@ import structlog
 
 from gateway.answers import answered
 from gateway.bodies import kept
-from gateway.core import plan, sse
+from gateway.core import plan
 from gateway.core.errors import StoreFault, UpstreamFault
+from gateway.core.seen import Observed
 from gateway.gates import UNNAMED
 from gateway.runs import Run
 from gateway.sending import Job
@@ -232,7 +233,7 @@ class Record:
             self._telemetry.reused.add()
 
 
-def _weights(observed: sse.Observed | None, job: Job | None) -> str | None:
+def _weights(observed: Observed | None, job: Job | None) -> str | None:
     """Which weights answered: as the engine told, else as they were named."""
     told = observed.weight_version if observed is not None else None
     named = job.passage.weights if job is not None else None

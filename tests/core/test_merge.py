@@ -13,7 +13,7 @@ from gateway.core import fanout
 from gateway.core.document import Document
 from gateway.core.errors import UpstreamFault
 from gateway.core.merge import StreamMerger, merge
-from gateway.core.sse import Observer, observe
+from gateway.core.observer import Observer, observe
 from gateway.core.types import Call
 from gateway.engines import load, names
 from tests import captures

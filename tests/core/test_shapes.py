@@ -15,8 +15,8 @@ from gateway.core.errors import (
     Unauthorized,
     UpstreamTimeout,
 )
+from gateway.core.observer import Observer
 from gateway.core.shapes import error_body, error_headers, normalised, stream_error
-from gateway.core.sse import Observer
 from gateway.core.types import Api
 from tests import captures
 

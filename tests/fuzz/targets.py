@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, get_args
 
 from gateway.core import canonical
 from gateway.core.document import Document, Edit, Malformed, Remove, Rename, Set
-from gateway.core.sse import Observer, Splitter, payload
+from gateway.core.observer import Observer
+from gateway.core.sse import Splitter, payload
 from gateway.core.types import Api
 from gateway.ledger.reader import Segments
 

@@ -1,0 +1,156 @@
+"""Reads an answer beside the bytes on their way to the client, as a stream or whole, without changing a byte."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from gateway.core.apis import anthropic, chat, generate, responses, scores
+from gateway.core.seen import Observed, Seen, words
+from gateway.core.sse import EVENT_LIMIT, Splitter, payload
+from gateway.core.types import Api, Kind
+
+_UNLIKE = (AttributeError, KeyError, TypeError, ValueError)
+"""What reading JSON raises that is not shaped as any of the APIs."""
+
+
+class Observer(Seen):
+    """Watches one streamed answer."""
+
+    __slots__ = ("_splitter",)
+
+    def __init__(self, api: Api, kind: Kind, choices: int = 1) -> None:
+        super().__init__(api, kind, choices)
+        self._splitter = Splitter(EVENT_LIMIT)
+
+    def feed(self, chunk: bytes) -> None:
+        """Read what came. Never raises: what cannot be read makes the content digest None."""
+        splitter = self._splitter
+        # Most chunks are one whole event, and most of those one line.
+        end = len(chunk) - 2
+        if end > 0 and splitter.empty:
+            if chunk.find(b"\n") == end and chunk[end + 1] == 0x0A and chunk.startswith(b"data: "):
+                self._data(chunk[6:end])
+                return
+            if chunk.find(b"\n\n") == end:
+                self._data(payload(chunk[:end]))
+                return
+        for event in splitter.feed(chunk):
+            self._data(payload(event))
+        if splitter.skipped:
+            self.blind = True
+
+    def whole(self, body: bytes, value: Any) -> Observed:
+        """Read an answer that came in one piece. `value`: what its JSON holds; None where it is no JSON."""
+        self.done = True
+        if value is None:
+            self.blind = self.kind == "sample"
+            self.content = None if self.blind else blake2b(body, digest_size=16).hexdigest()
+            return self.result()
+        try:
+            if self.kind == "score":
+                scores.answer(self, value)
+            else:
+                for index, answer in enumerate(value if isinstance(value, list) else [value]):
+                    self._answer(answer, index)
+        except _UNLIKE:
+            self.blind = True
+        return self.result()
+
+    def _data(self, data: bytes) -> None:
+        try:
+            event = orjson.loads(data)
+        except orjson.JSONDecodeError:
+            if data == b"[DONE]":
+                self.done = True
+            elif data:
+                self.blind = True
+            return
+        try:
+            if self.id is None:
+                self.id = _id_of(event)
+            choices = event.get("choices")
+            if choices is None:
+                self._named(event)
+            else:
+                chat.event(self, choices, event)
+        except _UNLIKE:
+            self.blind = True
+
+    def _answer(self, answer: dict[str, Any], index: int) -> None:
+        if self.id is None:
+            self.id = _id_of(answer)
+        choices = answer.get("choices")
+        if choices is None:
+            self._named(answer, index)
+        else:
+            chat.answer(self, choices, answer)
+
+    def _named(self, event: dict[str, Any], index: int = 0) -> None:
+        """Anything but chat and completions."""
+        kind = event.get("type")
+        if "meta_info" in event:
+            generate.event(self, event, index)
+        elif event.get("error") is not None and kind in (None, "error"):
+            self.error = words(event["error"])
+            self.done = self.done or self.api == "anthropic"
+        elif kind == "error":
+            self.error = words(event)
+            self.done = True
+        elif self.api == "anthropic":
+            anthropic.event(self, event)
+        elif self.api == "responses":
+            responses.event(self, event)
+
+
+def observe(body: bytes, api: Api, kind: Kind) -> Observed:
+    """What a whole answer with status 200 was."""
+    if kind != "sample" and kind != "score":
+        return _UNREAD
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        value = None
+    seen = _plain(value) if kind == "sample" else None
+    return Observer(api, kind).whole(body, value) if seen is None else seen
+
+
+_UNREAD = Observed(done=True, ended=True)
+
+
+def _plain(value: Any) -> Observed | None:
+    """What an answer with one choice was that holds text and nothing else, as most do; None: it is none such."""
+    if type(value) is not dict or value.get("metadata"):
+        return None
+    choices, usage = value.get("choices"), value.get("usage")
+    if type(choices) is not list or len(choices) != 1 or type(usage) is not dict or not usage:
+        return None
+    choice = choices[0]
+    if type(choice) is not dict or choice.get("index") != 0 or "weight_versions" in choice:
+        return None
+    message = choice.get("message")
+    if message is None:
+        text = choice.get("text")
+    elif type(message) is dict:
+        text = message.get("content")
+        for name, said in message.items():
+            if said and name != "content" and name != "role":
+                return None
+    else:
+        return None
+    finish = choice.get("finish_reason")
+    if not text or type(text) is not str or type(finish) is not str:
+        return None
+    digest = blake2b(text.encode(), digest_size=16).digest()
+    total = blake2b(b"0\n7:content%b=%b\n" % (digest, finish.encode()), digest_size=16).hexdigest()
+    aborted = finish == "abort" or finish == "cancelled"
+    return Observed((finish,), usage, None, aborted, True, True, total, None, _id_of(value))
+
+
+def _id_of(event: dict[str, Any]) -> str | None:
+    """The id of an answer, or of that which an event is of."""
+    holder = event.get("message") or event.get("response") or event.get("meta_info") or event
+    found = holder.get("id") if isinstance(holder, dict) else None
+    return found if isinstance(found, str) else None
