@@ -87,18 +87,23 @@ def test_a_wrong_command_line_exits_2(argv: list[str]) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "config"])
-def test_a_wrong_configuration_is_one_clear_line_and_exit_2(command: str, text: str, line: str, config: Path) -> None:
+def test_a_wrong_configuration_is_one_clear_line_and_exit_2(
+    command: str, text: str, line: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config.write_text(text)
-    told = detgate(command, "--config", str(config))
-    expected = f"detgate: {line.replace('{config}', str(config))}\n"
-    assert (told.returncode, told.stdout, told.stderr) == (2, "", expected)
+    assert main([command, "--config", str(config)]) == 2
+    assert capsys.readouterr() == ("", f"detgate: {line.replace('{config}', str(config))}\n")
 
 
-def test_a_wrong_flag_or_variable_is_named_too() -> None:
-    told = detgate("config", "--seed", "x")
-    assert (told.returncode, told.stderr) == (2, "detgate: seed: a whole number is needed (not 'x')\n")
+def test_a_wrong_flag_is_named_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--seed", "x"]) == 2
+    assert capsys.readouterr().err == "detgate: seed: a whole number is needed (not 'x')\n"
+
+
+def test_a_wrong_variable_is_named_too_and_ends_the_process_with_2() -> None:
     told = detgate("config", DETGATE_PROFIL="strict")
-    assert told.stderr == "detgate: DETGATE_PROFIL: unknown setting; did you mean DETGATE_PROFILE?\n"
+    expected = "detgate: DETGATE_PROFIL: unknown setting; did you mean DETGATE_PROFILE?\n"
+    assert (told.returncode, told.stdout, told.stderr) == (2, "", expected)
 
 
 def test_serve_wants_pools(capsys: pytest.CaptureFixture[str]) -> None:

@@ -270,16 +270,15 @@ def test_no_load_no_order_and_no_process_changes_a_choice_of_strict() -> None:
     here = choices(names, 0)
     assert len(here) == 200
     assert set(here) == set(names)
-    for seed, order, load in (("0", names, 7), ("1", names[::-1], 0)):
-        done = subprocess.run(
-            [sys.executable, "-c", CHOICES, json.dumps(order), str(load)],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        assert json.loads(done.stdout) == here
+    done = subprocess.run(
+        [sys.executable, "-c", CHOICES, json.dumps(names[::-1]), "7"],
+        env=os.environ | {"PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert json.loads(done.stdout) == here
 
 
 def test_a_session_is_kept_while_its_replica_is_there() -> None:

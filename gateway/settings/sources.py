@@ -107,6 +107,8 @@ def from_environment(model: type[BaseSettings], env: Mapping[str, str]) -> Layer
         raise InvalidSettings(
             f"{name}: unknown setting; {nearest(name, (variable((key,)) for key in known))}" for name in strange
         )
+    if not ours:
+        return {}
     short = {key: ours[variable((key,))] for key in SHORT if variable((key,)) in ours}
     return {**_Environment(model, ours)(), **short}
 
