@@ -364,7 +364,7 @@ def flags(name: str) -> str:
     for flag, since in sorted(FLAGS[name].items()):
         lacked = "–" if since.lacked is None else since.lacked
         rows.append((f"`{flag}`", since.version, lacked, f"[{since.file}]({source(name, since)})"))
-    return table(("named by findings", "least version", "not in", "read in"), rows)
+    return table(("flag, variable or field", "least version", "not in", "read in"), rows)
 
 
 PARTS: dict[str, Callable[[str], str]] = {

@@ -2,7 +2,7 @@
 # Usage: sglang-hopper.sh MODEL [PORT [OPTION ...]]
 # HOST is the address to listen on, 127.0.0.1 where it is not set.
 #
-# sglang on hopper, from version 0.5.3. Deterministic mode is documented for the backends flashinfer, fa3 and triton: https://docs.sglang.io/advanced_features/deterministic_inference.html
+# sglang on hopper, from version 0.5.4. Deterministic mode, since 0.5.3 (with --sampling-defaults since 0.5.4), is documented for the backends flashinfer, fa3 and triton: https://docs.sglang.io/advanced_features/deterministic_inference.html
 # PYTHONHASHSEED=0
 # Python's hash() is the same in every process and run [https://docs.python.org/3/using/cmdline.html#envvar-PYTHONHASHSEED]
 # CUBLAS_WORKSPACE_CONFIG=:4096:8

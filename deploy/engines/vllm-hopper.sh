@@ -2,7 +2,7 @@
 # Usage: vllm-hopper.sh MODEL [PORT [OPTION ...]]
 # HOST is the address to listen on, 127.0.0.1 where it is not set.
 #
-# vllm on hopper, from version 0.11.1. Batch-invariant mode is documented (beta) for NVIDIA from 8.0 on: compute capability 9.0, since 0.11.1 (https://github.com/vllm-project/vllm/issues/29571); https://docs.vllm.ai/en/v0.32.0/features/batch_invariance/
+# vllm on hopper, from version 0.13.0. Batch-invariant mode is documented (beta) for NVIDIA from 8.0 on: compute capability 9.0, since 0.11.1 (https://github.com/vllm-project/vllm/issues/29571), with the flags below since 0.13.0; https://docs.vllm.ai/en/v0.32.0/features/batch_invariance/
 # VLLM_BATCH_INVARIANT=1
 # kernels whose sums do not depend on the batch [https://docs.vllm.ai/en/v0.32.0/features/batch_invariance/]
 # PYTHONHASHSEED=0

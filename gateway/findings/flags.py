@@ -30,6 +30,7 @@ FLAGS: dict[str, dict[str, Since]] = {
         "VLLM_BATCH_INVARIANT": Since("0.11.1", "0.11.0", "vllm/model_executor/layers/batch_invariant.py"),
         "VLLM_SERVER_DEV_MODE": Since("0.7.0", "0.6.6", _ENVS),
         "VLLM_USE_FLASHINFER_SAMPLER": Since("0.5.5", "0.5.4", _ENVS),
+        "--attention-backend": Since("0.13.0", "0.12.0", _ARGS),
         "--attention-config": Since("0.13.0", "0.12.0", _ARGS),
         "--compilation-config": Since("0.6.5", "0.6.4.post1", _ARGS),
         "enable_sp": Since("0.12.0", "0.11.2", _COMPILATION),

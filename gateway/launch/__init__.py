@@ -47,7 +47,7 @@ class Profile:
     engine: str
     wish: Wish
     since: str
-    """The least version that is said to be deterministic there."""
+    """The least version that is said to be deterministic there and has all the flags."""
     claim: str
     """What the engine's makers say, and where."""
     command: tuple[str, ...]
@@ -69,7 +69,7 @@ class Profile:
         """Raises `LookupError` if an engine of this version is older than the mode. None: not known, so not checked."""
         if version is not None and _numbers(version) < _numbers(self.since):
             raise LookupError(
-                f"{self.engine} {version} is not said to be deterministic on {self.hardware}: {self.since} or newer is."
+                f"{self.engine} {version} is not said to be deterministic on {self.hardware} with this profile: {self.since} or newer is."
             )
 
     @property

@@ -32,7 +32,7 @@ def profile(wish: Wish) -> Profile:
     return Profile(
         engine="sglang",
         wish=wish,
-        since="0.5.3" if wish.hardware not in ("xpu", "ascend") else VERSION,
+        since="0.5.4" if wish.hardware not in ("xpu", "ascend") else VERSION,
         claim=_claim(wish.hardware),
         command=(
             *("python3", "-m", "sglang.launch_server", "--model-path", wish.model),
@@ -47,7 +47,10 @@ def profile(wish: Wish) -> Profile:
 def _claim(hardware: str) -> str:
     if hardware in ("xpu", "ascend"):
         return f"The engine's source counts the backend among the deterministic ones: {_SOURCE}/choices.py; {_DOCS}"
-    return f"Deterministic mode is documented for the backends flashinfer, fa3 and triton: {_DOCS}"
+    return (
+        "Deterministic mode, since 0.5.3 (with --sampling-defaults since 0.5.4), is documented for the backends "
+        f"flashinfer, fa3 and triton: {_DOCS}"
+    )
 
 
 def _environment(wish: Wish) -> list[Setting]:

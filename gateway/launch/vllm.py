@@ -16,8 +16,11 @@ _CPU = "seen on vLLM 0.32.0 on a CPU"
 _NVIDIA_SINCE = {
     "ampere": ("0.22.0", f"compute capability 8.0; compiled too since {_PULL}42456"),
     "ada": ("0.22.0", f"compute capability 8.9, tried with 0.22.0 in {_PULL}44435"),
-    "hopper": ("0.11.1", f"compute capability 9.0, since 0.11.1 ({_ISSUE}29571)"),
-    "blackwell": ("0.11.1", f"compute capability 10.0, since 0.11.1 ({_ISSUE}29571, {_PULL}27856)"),
+    "hopper": ("0.13.0", f"compute capability 9.0, since 0.11.1 ({_ISSUE}29571), with the flags below since 0.13.0"),
+    "blackwell": (
+        "0.13.0",
+        f"compute capability 10.0, since 0.11.1 ({_ISSUE}29571, {_PULL}27856), with the flags below since 0.13.0",
+    ),
 }
 _AMD = ("mi200", "mi300", "mi350")
 HARDWARE = (*_NVIDIA_SINCE, *_AMD, "xpu", "cpu")

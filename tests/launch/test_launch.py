@@ -16,6 +16,8 @@ import yaml
 
 from gateway import engines, launch
 from gateway.cli import main
+from gateway.findings import flags
+from gateway.findings.versions import before
 from gateway.launch import Profile, Role, Wish, formats
 from tests.engines import install
 from tests.launch.scripts import FOLDER, scripts
@@ -136,12 +138,12 @@ def test_the_environment_file_is_read_by_a_shell(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "hardware", "version", "old"),
     [
-        ("vllm", "hopper", "0.11.0", True),
-        ("vllm", "hopper", "v0.11.1", False),
+        ("vllm", "hopper", "0.12.9", True),
+        ("vllm", "hopper", "v0.13.0", False),
         ("vllm", "ampere", "0.21.9", True),
         ("vllm", "ampere", "0.22.0rc1", False),
         ("vllm", "mi300", "0.31.0", True),
-        ("sglang", "hopper", "0.5.2", True),
+        ("sglang", "hopper", "0.5.3", True),
         ("sglang", "hopper", "0.5.23", False),
         ("sglang", "hopper", None, False),
     ],
@@ -188,8 +190,17 @@ def test_the_command_prints_any_format(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_command_refuses_what_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch-profile", "sglang", "--hardware", "cpu"]) == 2
     assert "no deterministic mode" in capsys.readouterr().err
-    assert main(["launch-profile", "vllm", "--engine-version", "0.9.0"]) == 2
-    assert "0.11.1" in capsys.readouterr().err
+    assert main(["launch-profile", "vllm", "--engine-version", "0.11.1"]) == 2
+    assert "0.13.0" in capsys.readouterr().err
+
+
+def test_no_engine_is_let_in_that_lacks_a_flag_of_its_profile() -> None:
+    for engine in launch.names():
+        for hardware in launch.load(engine).HARDWARE:
+            profile = launch.load(engine).profile(Wish(hardware))
+            needed = flags.since(engine, " ".join([*profile.arguments, *profile.variables]).replace("no ", ""))
+            assert needed is not None
+            assert not before(profile.since, needed), (engine, hardware, needed)
 
 
 # --- the scripts
