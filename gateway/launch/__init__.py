@@ -69,7 +69,8 @@ class Profile:
         """Raises `LookupError` if an engine of this version is older than the mode. None: not known, so not checked."""
         if version is not None and _numbers(version) < _numbers(self.since):
             raise LookupError(
-                f"{self.engine} {version} is not said to be deterministic on {self.hardware} with this profile: {self.since} or newer is."
+                f"{self.engine} {version} is not said to be deterministic on {self.hardware} with these flags: "
+                f"{self.since} or newer is."
             )
 
     @property
