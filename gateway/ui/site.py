@@ -67,6 +67,7 @@ class Desk:
     def __init__(self, settings: Settings, runs: Runs, sessions: Sessions, fleet: Fleet, clerk: Clerk) -> None:
         self._ledger = settings.ledger.path
         self._profile = settings.profile
+        self._shared = settings.state != "memory"
         self._workers = settings.workers
         self._runs, self._sessions, self._fleet, self._clerk = runs, sessions, fleet, clerk
         self._door = Door(settings)
@@ -135,7 +136,11 @@ class Desk:
         return page(frame, "Where two runs part", *parts, tag("h2", "Compare others"), again, here="runs")
 
     def _now(self) -> Markup:
-        many = f" These are the numbers of one of {self._workers} workers." if self._workers > 1 else ""
+        many = ""
+        if self._workers > 1:
+            many = f" These are the numbers of one of {self._workers} workers."
+        elif self._shared:
+            many = " These are the numbers of this gateway; others of the run have their own."
         return note("Run ", name(self._runs.own.name), ". As of ", run_parts.moment(time.time()), f".{many}")
 
     def _run(self, request: Request) -> str:

@@ -5,6 +5,7 @@ With `UI_SHOTS` set to a folder, pictures of every page are left there, to be lo
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +14,9 @@ from typing import Any, Literal
 
 from tests.browser import CONTRAST, Tab, browser
 from tests.evidence.ledger import request, write
-from tests.harness import FakeWorker, Gate, gateway, pool
+from tests.harness import FakeWorker, Gate, Reply, Seen, completion, gateway, pool
+from tests.redis_server import RedisServer
+from tests.test_joint_lanes import gateways
 from tests.ui.test_site import HOSTILE, ask
 
 KEY = "admin key"
@@ -174,3 +177,54 @@ async def test_every_page_can_be_read_light_and_dark_wide_and_narrow_and_no_name
         own = [address for address in tab.fetched if address.startswith(f"{gate.url}/ui/")]
         assert set(tab.fetched) == set(own)
         assert [each for each in tab.complaints if "404" not in each] == []
+
+
+ROWS = "[...document.querySelectorAll('main tbody tr')].map(row => [...row.cells].map(cell => cell.innerText.trim()))"
+TEXT = "document.querySelector('main').innerText"
+REQUESTS = "[...document.querySelectorAll('main summary')].map(each => each.innerText)"
+
+
+async def test_each_gateway_of_a_store_shows_the_whole_run_to_whoever_logged_in_at_one(tmp_path: Path) -> None:
+    met = asyncio.Barrier(2)
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        if "race" in seen.body.decode():
+            await met.wait()
+        reply.json(completion())
+
+    told = {"ledger": {"path": str(tmp_path), "bodies": True}, "auth": {"admin_key": KEY}}
+    async with RedisServer() as server, FakeWorker(script) as worker:
+        pools = pool("policy", worker.url), pool("reward", worker.url, role="reward", models=["scores"])
+        async with gateways(2, server.url, *pools, **told) as (one, two), browser() as tab:
+            await ask(one, "17:2", "first")
+            await ask(two, "17:2", "second")
+            await ask(two, "17:10")
+            await asyncio.gather(ask(one, "18:0", "race 1"), ask(two, "18:0", "race 2"))
+            write(tmp_path / "before", request("17:2", 0, run="before"), request("17:2", 1, run="before"))
+
+            await tab.open(f"{one.url}/ui/requests")
+            await stops(tab, "key")
+            await tab.press(*KEY)
+            await tab.follow("Enter")
+            seen = []
+            for gate in (one, two):
+                await tab.open(f"{gate.url}/ui/requests")
+                seen.append(await tab.run(REQUESTS))
+                assert "Not all is here" not in await tab.run(TEXT)
+                await tab.open(f"{gate.url}/ui/sessions?racing=on")
+                assert [row[0] for row in await tab.run(ROWS)] == ["18:0"]
+                await tab.open(f"{gate.url}/ui/lanes")
+                assert "for all gateways" in await tab.run(TEXT)
+                await tab.open(f"{gate.url}/ui/diff?a=before&b=r")
+                assert "Different" in await tab.run(TEXT)
+            expected = [
+                ["17:2", "index 0", "✓ delivered 200"],
+                ["17:2", "index 1", "✓ delivered 200"],
+                ["17:10", "index 0", "✓ delivered 200"],
+                ["18:0", "index 0", "✓ delivered 200"],
+                ["18:0", "index 1", "✓ delivered 200"],
+            ]
+            for shown in seen:
+                assert [each.split("\n")[:3] for each in shown] == expected
+            assert seen[0] == seen[1]
+            assert [each for each in tab.complaints if "401" not in each] == []
