@@ -18,7 +18,8 @@ from gateway.core.errors import Fault, UpstreamFault
 from gateway.core.observer import Observer, observe
 from gateway.core.seen import Observed, weights
 from gateway.core.types import Api, Call, Handling, Headers
-from gateway.sending import Dispatcher, Job, Sending
+from gateway.dispatcher import Dispatcher
+from gateway.sending import Job, Sending
 from gateway.upstream import Broken, Exchange
 
 KEPT_ERRORS = frozenset((400, 413, 422))

@@ -10,8 +10,8 @@ from gateway.answers import Client
 from gateway.core.document import Document, Malformed
 from gateway.core.errors import Busy, CallerFault, ModelNotFound, WrongMethod
 from gateway.core.types import Request
+from gateway.dispatcher import Dispatcher
 from gateway.fleet import Fleet, Pool
-from gateway.sending import Dispatcher
 from gateway.session import Session
 
 _JSON = b"content-type: application/json\r\n"

@@ -20,6 +20,7 @@ from gateway.core.errors import Busy, Fault
 from gateway.core.indexing import Ask
 from gateway.core.seen import Observed
 from gateway.core.types import Call, Headers, Request
+from gateway.dispatcher import Dispatcher
 from gateway.episodes import Episodes
 from gateway.fleet import Fleet
 from gateway.guards import Guards
@@ -30,7 +31,7 @@ from gateway.reader import Reader
 from gateway.record import Record
 from gateway.routes import API_OF, is_data_plane
 from gateway.runs import Runs
-from gateway.sending import Dispatcher, Job, Sending
+from gateway.sending import Job, Sending
 from gateway.session import Session
 from gateway.sessions import PREFIX, Sessions
 from gateway.settings import Settings
@@ -218,7 +219,7 @@ class Pipeline:
         self._record.opened(work, asked, work.plan)
         return work.plan
 
-    # --- route, admit and forward: gateway.sending tries replicas, gateway.answers brings the answer back.
+    # --- route, admit and forward: gateway.dispatcher tries replicas, gateway.answers brings the answer back.
     def _job(self, work: Work, asked: Asked, decided: plan.Plan) -> Job:
         request, pool, caller, body = asked.request, asked.pool, asked.caller, asked.document.value
         target = f"{asked.route}?{request.query}" if request.query else asked.route

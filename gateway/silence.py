@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.sending import Dispatcher, Sending
+from gateway.dispatcher import Dispatcher
+from gateway.sending import Sending
 from gateway.settings import Timeouts
 
 LOOKS = 4

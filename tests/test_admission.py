@@ -13,7 +13,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from gateway import sending
+from gateway import departures
 from gateway.settings import InvalidSettings, Settings
 from gateway.sim import SimServer, SimSettings
 from tests.batches import Engine, EngineName
@@ -27,14 +27,14 @@ both_engines = pytest.mark.parametrize("name", ["vllm", "sglang"])
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "LEAVE_SECONDS", 0.3)
-    monkeypatch.setattr(sending, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(departures, "LEAVE_SECONDS", 0.3)
+    monkeypatch.setattr(departures, "LOOK_SECONDS", 0.02)
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A place is held for as long as the engine has not left it."""
-    monkeypatch.setattr(sending, "LEAVE_SECONDS", 30.0)
+    monkeypatch.setattr(departures, "LEAVE_SECONDS", 30.0)
 
 
 def score(gate: Gate, engine: Engine, text: str | list[str], **headers: str) -> asyncio.Task[httpx.Response]:

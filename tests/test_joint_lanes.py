@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway import sending
+from gateway import departures
 from gateway.shared import lanes
 from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, Wire, chat, gateway, pool
 from tests.redis_server import RedisServer
@@ -178,7 +178,7 @@ async def test_a_place_is_kept_until_the_engine_has_let_go_for_whoever_waits_els
 
 
 async def test_a_doubt_at_one_gateway_is_told_of_at_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "LEAVE_SECONDS", 0.3)
+    monkeypatch.setattr(departures, "LEAVE_SECONDS", 0.3)
     alone = Alone()
 
     async def probes(seen: Seen, reply: Reply) -> None:

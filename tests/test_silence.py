@@ -7,7 +7,8 @@ import json
 from types import SimpleNamespace
 from typing import Any, cast
 
-from gateway.sending import Dispatcher, Sending
+from gateway.dispatcher import Dispatcher
+from gateway.sending import Sending
 from gateway.settings import Timeouts
 from gateway.silence import Silence
 from gateway.upstream import Connections

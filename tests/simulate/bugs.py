@@ -18,9 +18,11 @@ import orjson
 from gateway.carriers.asgi import DataPlane
 from gateway.core import canonical, plan
 from gateway.core.indexing import Ask, Claim
+from gateway.departures import Departures
+from gateway.dispatcher import Dispatcher
 from gateway.ledger.writer import Ledger
 from gateway.pipeline import Pipeline
-from gateway.sending import Dispatcher, Sending
+from gateway.sending import Sending
 from gateway.shared import lanes, scripts
 from gateway.shared.deeds import scope_name
 from gateway.shared.lanes import Places
@@ -286,10 +288,10 @@ def a_wake_up_is_lost(stack: ExitStack) -> None:
 def an_abort_is_not_awaited(stack: ExitStack) -> None:
     """A place is given back when the connection is closed."""
 
-    async def left(dispatcher: Dispatcher, sending: Sending, lane: Any) -> bool:
+    async def left(departures: Departures, sending: Sending, lane: Any) -> bool:
         return True
 
-    _patch(stack, Dispatcher, "_left", left)
+    _patch(stack, Departures, "_left", left)
 
 
 @_bug
