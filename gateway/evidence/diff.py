@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gateway.evidence import causes
+from gateway.evidence import causes, reading
 from gateway.evidence.bodies import Bodies
 from gateway.evidence.causes import HARMLESS, Cause, Difference, Run
 from gateway.evidence.ledgers import Source
@@ -126,8 +126,7 @@ def compare(
     not deliver is left out, and how often something was asked for is nobody's concern. `watch` is told how far it has
     come: with `read`, bytes of both; with `walk`, requests.
     """
-    mine = Requests.read(a, lambda done: watch("read", done))
-    theirs = Requests.read(b, lambda done: watch("read", a.bytes + done))
+    mine, theirs = reading.both(a, b, lambda done: watch("read", done))
     try:
         return _Walk(mine, theirs, answers_only, replayed, watch).result()
     finally:

@@ -137,9 +137,9 @@ class Requests:
     """Pool → requests in flight."""
 
     @classmethod
-    def read(cls, source: Source, watch: Watch = lambda _: None) -> Requests:
+    def read(cls, source: Source, watch: Watch = lambda _: None, sorter: Sorter | None = None) -> Requests:
         """Read a source. Raises `Unusable` where it holds no request, or those of several runs."""
-        found = cls(source)
+        found = cls(source, Sorter() if sorter is None else sorter)
         lines = Lines(source)
         for number, (segment, offset, record) in enumerate(lines):
             found._note(Place(segment, offset), record)

@@ -7,6 +7,7 @@ import marshal
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO
 
 HELD_BYTES = 32 << 20
@@ -16,17 +17,28 @@ BLOCK = 256
 """Items of each run that are in memory at once while the runs are merged."""
 
 
-class Sorter:
-    """Items go in by `add` in any order and come out sorted, once."""
+Runs = list[list[tuple[int, int]]]
+"""For each run, where its blocks stand in the file: offset and length."""
 
-    def __init__(self, held_bytes: int = HELD_BYTES) -> None:
+
+class Sorter:
+    """Items go in by `add` in any order and come out sorted, once. `file`: where runs are put aside."""
+
+    def __init__(self, held_bytes: int = HELD_BYTES, file: Path | None = None) -> None:
         self._limit = held_bytes
+        self._file = file
         self._held: list[bytes] = []
         self._bytes = 0
         self._count = 0
         self._aside: IO[bytes] | None = None
-        self._runs: list[list[tuple[int, int]]] = []
-        """For each run, where its blocks stand in the file: offset and length."""
+        self._runs: Runs = []
+
+    @classmethod
+    def of(cls, file: Path, runs: Runs, count: int) -> Sorter:
+        """What another process has put aside in a file."""
+        found = cls()
+        found._aside, found._runs, found._count = file.open("rb"), runs, count
+        return found
 
     def __len__(self) -> int:
         return self._count
@@ -43,8 +55,14 @@ class Sorter:
         if self._aside is None:
             self._held.sort()
             return iter(self._held)
-        self._put_aside()
+        if self._held:
+            self._put_aside()
         return heapq.merge(*[self._read(self._aside, run) for run in self._runs])
+
+    def put_aside(self) -> Runs:
+        """Put everything aside, for whoever opens the file. Where it stands there."""
+        self._put_aside()
+        return self._runs
 
     def close(self) -> None:
         """Let go of everything."""
@@ -54,7 +72,8 @@ class Sorter:
 
     def _put_aside(self) -> None:
         if self._aside is None:
-            self._aside = tempfile.TemporaryFile(prefix="detgate-")  # noqa: SIM115  # closed by close()
+            # close() closes it
+            self._aside = tempfile.TemporaryFile(prefix="detgate-") if self._file is None else self._file.open("wb")  # noqa: SIM115
         self._held.sort()
         run = []
         for start in range(0, len(self._held), BLOCK):
