@@ -136,13 +136,16 @@ def end(gate: Gate) -> None:
         gate.process.wait()
 
 
-def matrix_of(folder: Path, engine: str, urls: Mapping[str, str], models: Mapping[str, str]) -> matrix.Found:
-    """What holds by route before real servers: `urls` and `models` by role."""
+def matrix_of(
+    folder: Path, engine: str, urls: Mapping[str, str], models: Mapping[str, str], only: Sequence[str] | None = None
+) -> matrix.Found:
+    """What holds by route before real servers: `urls` and `models` by role. `only`: these routes."""
     pools = [
         pool(role, engine, [url], role=role, models=[models[role]], deterministic="declared")
         for role, url in urls.items()
     ]
-    guards = {"clones": "warn"}
+    # No probe comes while the others ask: in strict a replica that has others' requests is refused.
+    strictly: dict[str, Any] = {"profile": "strict", "guards": {"clones": "warn"}, "health": {"interval": 600}}
 
     async def ask(places: Sequence[Gate]) -> matrix.Found:
         async with AsyncExitStack() as stack:
@@ -151,12 +154,12 @@ def matrix_of(folder: Path, engine: str, urls: Mapping[str, str], models: Mappin
             ]
             found: matrix.Found = {}
             for role in urls:
-                found |= await matrix.ask_all(engine, (first, second), strict, models, role)
+                found |= await matrix.ask_all(engine, (first, second), strict, models, role, only)
             return found
 
     with (
         gateway(folder / "first", *pools, hash_seed=1) as first,
         gateway(folder / "second", *pools, hash_seed=2) as second,
-        gateway(folder / "strict", *pools, profile="strict", guards=guards) as strict,
+        gateway(folder / "strict", *pools, **strictly) as strict,
     ):
         return asyncio.run(ask([first, second, strict]))

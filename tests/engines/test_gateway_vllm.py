@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anthropic
 import httpx
@@ -18,7 +18,7 @@ from openai import OpenAI
 
 from gateway.core import seeds
 from tests import matrix
-from tests.engines import contrast, gates, servers
+from tests.engines import contrast, gates, servers, structured
 from tests.engines.asking import (
     CHAT,
     COMPLETIONS,
@@ -305,6 +305,27 @@ class TestMessages:
         body: Any = refused.value.body
         assert body["type"] == "error"
         assert body["error"]["type"] == "invalid_request_error"
+
+
+class TestStructuredAnswers:
+    """Of the shape that the SDK asked for, and still what the engine gives for the seed that the answer names."""
+
+    def test_parse_and_stream_are_good_and_repeat(self, gate: Gate, engine: Server) -> None:
+        with sdk(gate, "shape:0") as client:
+            text, seed = structured.parsed(client)
+        assert text == structured.straight(engine, seed)
+        with sdk(gate, "shape:1") as client:
+            whole, _ = structured.parsed(client)
+        with sdk(gate, "shape:2", default_headers={"x-detgate-identity": "shape:1"}) as client:
+            assert structured.streamed(client) == whole
+
+    def test_samples_of_one_call(self, gate: Gate) -> None:
+        said = []
+        for session in ("shapes:0", "shapes:1"):
+            with sdk(gate, session, default_headers={"x-detgate-identity": "shapes"}) as client:
+                said.append(structured.several(client, 8))
+        assert said[0] == said[1]
+        assert len(set(said[0])) > 1
 
 
 class TestOtherRoutes:
@@ -616,11 +637,21 @@ class TestPriority:
 class TestTheMatrix:
     """docs/engines.md says by route what holds, as found before the simulated engine: the real one agrees."""
 
-    UNSERVED: frozenset[str] = frozenset({"/inference/v1/generate", "/v1/embeddings"})
+    # Routes that the usual servers do not have, and a server with the option that brings each.
+    APART: ClassVar = {
+        "/inference/v1/generate": ("generate", Spec("vllm", options=("--enable-scale-out",))),
+        "/v1/embeddings": ("reward", Spec("vllm", options=("--runner", "pooling", "--no-enable-prefix-caching"))),
+    }
 
     def test_real_and_simulated_agree(self, vllm_pair: list[Server], vllm_reward: Server, tmp_path: Path) -> None:
         urls = {"generate": vllm_pair[0].url, "reward": vllm_reward.url}
-        found = gates.matrix_of(tmp_path, "vllm", urls, {"generate": "tiny-llm", "reward": "tiny-rm"})
+        found = gates.matrix_of(tmp_path / "usual", "vllm", urls, {"generate": "tiny-llm", "reward": "tiny-rm"})
         expected = asyncio.run(matrix.simulated("vllm"))
-        different = {cell: (said, expected[cell]) for cell, said in found.items() if said != expected[cell]}
-        assert {path for path, _ in different} == self.UNSERVED, different
+        different = {path: said for (path, _), said in found.items() if said != expected[path, False]}
+        print(different)
+        assert set(different) == set(self.APART)
+        with servers.running([spec for _, spec in self.APART.values()], tmp_path) as started:
+            for (path, (role, _)), server in zip(self.APART.items(), started, strict=True):
+                folder = tmp_path / path.replace("/", "-")
+                found |= gates.matrix_of(folder, "vllm", {role: server.url}, {role: "tiny-llm"}, only=[path])
+        assert found == expected
