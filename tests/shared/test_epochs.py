@@ -64,7 +64,7 @@ def vanish(kept: RedisStore) -> None:
     """As when its process is killed: it says nothing any more."""
     run = kept._runs["run"]
     run._life.cancel()
-    run.part.connection = None
+    run.part.leave()
 
 
 async def follow(replica: RedisServer, primary: RedisServer) -> None:
