@@ -388,6 +388,16 @@ TIMELINES = {
         b   delivers
         b'  gets                 1 reused racing retry-shared
     """,
+    "strict: of a repeat that was seen first, and waited, later ones are repeats": """
+        a   asks x strict        0
+        b'  asks y again strict  waits
+        b'  gives up             racing_index
+        b2  asks y again:2 strict  waits
+        a   delivers
+        b2  gets                 1 racing retry-unmatched
+        b2  delivers
+        b3  asks y again:3 strict  1 reused racing retry-shared
+    """,
     "no clone: of two that waited each has its own, and a repeat neither's": """
         a   asks x strict        0
         b   asks y strict        waits

@@ -25,6 +25,9 @@ MANY = -1
 NONE = -2
 """They were asked for by one request, which has waited for a rival and has no index yet."""
 
+LATE = -3
+"""The same, where the first that was seen of it was a repeat."""
+
 
 class Ask(NamedTuple):
     """One request for an index. Everything that the rule looks at, and nothing else."""
@@ -112,7 +115,7 @@ class Asked:
     """What was asked for with some bytes, without key and number."""
 
     index: int
-    """The index that all of it got, `MANY` or `NONE`."""
+    """The index that all of it got, `MANY`, `NONE` or `LATE`."""
     repeat: int
     """The latest retry. Those of one request count upwards, so a count that comes again is another's."""
     live: int = 0
@@ -353,8 +356,8 @@ class Scope:
             return Wait("repeat")
         elif asked is None or asked.index == MANY or (ask.repeat <= asked.repeat and not raced):
             claim = self._draw(ask, raced, final, "retry-unmatched")
-        elif asked.index == NONE:
-            claim = self._draw(ask, raced, final)
+        elif asked.index in (NONE, LATE):
+            claim = self._draw(ask, raced, final, *(("retry-unmatched",) if asked.index == LATE else ()))
         else:
             claim = self._claimed(asked.index, "retry-shared")
             self._hold(asked.index, ask.raw, used=True)
@@ -362,7 +365,7 @@ class Scope:
             self._note(ask, claim.index, waited=raced)
             self.asked[ask.raw].live += self.live[claim.index].claims == 1
         elif claim.why == "racing" and not raced:
-            self._note(ask, MANY if asked is None and ask.repeat else NONE)
+            self._note(ask, LATE if ask.repeat else NONE)
         return claim
 
     def _take(self, raw: bytes, index: int) -> Claim:
@@ -388,11 +391,11 @@ class Scope:
         asked = self.asked.get(ask.raw)
         if asked is None:
             self.asked[ask.raw] = Asked(index, ask.repeat)
-        elif (ask.repeat <= asked.repeat and not waited) or (index != NONE and asked.index not in (NONE, index)):
+        elif (ask.repeat <= asked.repeat and not waited) or (index >= 0 and asked.index >= 0 and asked.index != index):
             asked.index = MANY
         else:
             asked.repeat = max(asked.repeat, ask.repeat)
-            if asked.index == NONE:
+            if index >= 0 and asked.index != MANY:
                 asked.index = index
 
     def _draw(self, ask: Ask, raced: bool, final: bool, *flags: str) -> Claim | Wait:

@@ -65,6 +65,7 @@ def vanish(kept: RedisStore) -> None:
     run = kept._runs["run"]
     run._life.cancel()
     run.part.leave()
+    run.part._refused = [b"gone"]  # its clients hear at once that it is
 
 
 async def follow(replica: RedisServer, primary: RedisServer) -> None:

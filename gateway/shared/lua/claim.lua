@@ -96,7 +96,8 @@ else
     elseif not asked or asked.index == MANY or (latest <= asked.latest and not waited) then
         flag = 'retry-unmatched'
         draw()
-    elseif asked.index == NONE then
+    elseif asked.index < MANY then
+        flag = asked.index == LATE and 'retry-unmatched' or ''
         draw()
     else
         flag, index = 'retry-shared', asked.index
@@ -109,7 +110,7 @@ else
         end
         write_asked(raw, asked)
     elseif why == 'racing' and not final and not waited then
-        write_asked(raw, noted(asked, (asked or latest == 0) and NONE or MANY, latest, false))
+        write_asked(raw, noted(asked, latest == 0 and NONE or LATE, latest, false))
     end
 end
 

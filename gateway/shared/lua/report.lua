@@ -46,9 +46,9 @@ local function tell(at)
     end
     local asked = not named and (read_asked(raw) or {index = index, latest = latest, live = 0})
     if asked and fresh then
-        if stands == 'm' or (asked.index ~= index and asked.index ~= NONE) then
+        if stands == 'm' or (asked.index ~= index and asked.index >= MANY) then
             asked.index = MANY
-        elseif asked.index == NONE then
+        else
             asked.index = index
         end
         asked.latest = math.max(asked.latest, latest)

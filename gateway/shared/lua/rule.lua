@@ -7,8 +7,8 @@
 --   @q<gateway>               the number of its last call
 --   <scope>                   next number, kind, how often it raced, different bytes in flight, somebody waits
 --   <scope>i<index>           a live index: claims, answers that have not ended, used, drawn, when drawn, bytes
---   <scope>a<bytes>           asked for with these bytes: the index, -1 for many or -2 for none yet, latest repeat, live
---                             indices
+--   <scope>a<bytes>           asked for with these bytes: the index, -1 for many, -2 or -3 for none yet (indexing.py),
+--                             latest repeat, live indices
 --   <scope>d<bytes>           how many indices in flight were drawn with these bytes
 --   <scope>r<index>           it raced
 --   <scope>b<index>           bound to a key or number: keyed, used, "+" and the content, or "-"
@@ -20,7 +20,7 @@
 local H, R, C = KEYS[1], KEYS[2], KEYS[3]
 local call = redis.call
 local PREFIX = string.sub(H, 1, -6)
-local MANY, NONE = -1, -2
+local MANY, NONE, LATE = -1, -2, -3
 
 local function process()
     return string.match(call('INFO', 'server'), 'run_id:(%x+)')
@@ -145,12 +145,11 @@ local function noted(asked, index, latest, waited)
     if not asked then
         return {index = index, latest = latest, live = 0}
     end
-    if (latest <= asked.latest and not waited)
-        or (index ~= NONE and asked.index ~= NONE and asked.index ~= index) then
+    if (latest <= asked.latest and not waited) or (index >= 0 and asked.index >= 0 and asked.index ~= index) then
         asked.index = MANY
     else
         asked.latest = math.max(asked.latest, latest)
-        if asked.index == NONE then
+        if index >= 0 and asked.index ~= MANY then
             asked.index = index
         end
     end
