@@ -40,5 +40,6 @@ def configure(settings: Log) -> None:
         logger_factory=lambda *_: _StandardError(),
     )
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[last], foreign_pre_chain=shared))
+    of_others = [structlog.stdlib.ProcessorFormatter.remove_processors_meta, last]
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=of_others, foreign_pre_chain=shared))
     logging.basicConfig(level=max(level, logging.WARNING), handlers=[handler], force=True)

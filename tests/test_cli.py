@@ -2,6 +2,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -260,6 +261,21 @@ def wait_until_ready(url: str) -> None:
 def test_the_demo_is_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--state", "redis://127.0.0.1:1/0", "--run", "r", "--set", "workers=2"]) == 2
     assert capsys.readouterr().err == "detgate: workers: the demo is one process, not 2; use detgate serve\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "demo"])
+@pytest.mark.parametrize("key", ["port", "admin_port"])
+def test_a_port_that_is_taken_is_one_clear_line_and_no_run_is_begun(
+    command: str, key: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [] if command == "demo" else ["--config", str(config)]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags += ["--ledger", str(tmp_path / "ledger"), "--set", f"{key}={port}"]
+        assert main([command, *flags]) == 2
+    line = f"{key}: cannot listen on 127.0.0.1:{port}: address already in use; choose another port"
+    assert capsys.readouterr().err.endswith(f"detgate: {line}\n")
+    assert not (tmp_path / "ledger").exists()
 
 
 def test_demo_serves_and_gives_the_seed_that_seed_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
