@@ -11,12 +11,11 @@ import pytest
 from tests.simulate.__main__ import play
 from tests.simulate.bugs import BUGS, CAUGHT
 
-SEEDS = sorted({*range(int(os.environ.get("SEEDS", "3"))), *CAUGHT.values()})
+SEEDS = range(int(os.environ.get("SEEDS", "3")))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_must_hold_holds(seed: int) -> None:
-    """Those by which planted bugs are found too."""
     assert play(seed).found == []
 
 

@@ -162,7 +162,7 @@ class World:
         self.crashes = 0
         self.claims: list[Claimed] = []
         self.noted: dict[tuple[str, bytes, int], set[bytes]] = defaultdict(set)
-        """Gateway, scope and index → claims of which the store has said that their answers may be delivered."""
+        """Gateway, scope and index → claims of which the store has noted that their answers are delivered."""
         self._tokens: dict[tuple[bytes, bytes], tuple[bytes, int]] = {}
         self.halted = False
 
@@ -202,9 +202,12 @@ class World:
 
     def _ran(self, server: Server, source: bytes, args: list[bytes], reply: Any) -> None:
         """A script was run: what it gave to whom."""
-        if source == scripts.COMPLETE.source.encode() and reply[0] == b"done":
-            scope, index = self._tokens[args[0], args[3]]
-            self.noted[args[0].decode(), scope, index].add(args[3])
+        if source == scripts.COMPLETE.source.encode():
+            gateway, _, _, token = args
+            kept = server.keyspace.hget(scripts.keys(RUN, gateway.decode())[2], token)
+            if kept is not None and kept[16:17] == b"e":
+                scope, index = self._tokens[gateway, token]
+                self.noted[gateway.decode(), scope, index].add(token)
         if source != scripts.CLAIM.source.encode() or reply[0] not in (b"index", b"wait"):
             return
         gateway, _, token, scope, _, _, raw, content, number, key, repeat, mode, *_ = args
