@@ -159,3 +159,32 @@ async def test_a_seed_that_a_member_used_is_known_at_whichever_gateway(tmp_path:
             told = [await post(gate, CHAT, chat("a", seed=seed), key) for gate, key, seed in asked]
             assert [answer.status_code for answer in told] == [200, 400, 200, 200]
             assert told[1].json()["error"]["code"] == "shared_seed"
+
+
+async def test_the_trainer_takes_what_a_session_did_from_whichever_gateway(tmp_path: Path) -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        shared: dict[str, Any] = {"ledger": {"path": str(tmp_path), "bodies": True}}
+        async with gateways(3, server.url, pool("policy", worker.url), **shared) as (one, two, three):
+            key = (await post(one, "/rl/start_session", {"task_id": "17"})).json()["api_key"]
+            for gate, text in ((two, "a"), (three, "b")):
+                await post(gate, CHAT, chat(text), key)
+            await post(three, "/rl/set_reward", {"reward": 1.0}, key)
+            waiting = asyncio.create_task(post(one, "/export_trajectories", {"session_id": "17", "discount": 0.5}))
+            await post(two, "/rl/end_session", {}, key)
+            told = (await waiting).json()["interactions"]
+            asked = [(each["messages"][0]["content"], each["reward"]) for each in told.values()]
+            assert asked == [("a", 0.5), ("b", 1.0)]
+
+
+async def test_where_a_part_of_the_ledger_is_elsewhere_the_trainer_gets_nothing(tmp_path: Path) -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        mine, theirs = ({"ledger": {"path": str(tmp_path / name), "bodies": True}} for name in ("mine", "theirs"))
+        async with (
+            gateways(1, server.url, pool("policy", worker.url), **mine) as (one,),
+            gateways(1, server.url, pool("policy", worker.url), **theirs) as (two,),
+        ):
+            key = (await post(one, "/rl/start_session", {"task_id": "17"})).json()["api_key"]
+            await post(two, CHAT, chat("a"), key)
+            await post(one, "/rl/end_session", {}, key)
+            refused = await post(one, "/export_trajectories", {"session_id": "17"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "ledger_elsewhere")
