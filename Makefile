@@ -13,7 +13,7 @@ help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 run: $(VENV)/run.stamp ## the gateway before simulated replicas, on 127.0.0.1:8000
-	@$(BIN)/detgate demo $(ARGS)
+	@$(BIN)/detgate demo $(ARGS) || [ $$? -eq 130 ]
 
 # Compiled modules are kept, whatever the environment says: each test process would compile them anew.
 test: lint ## linters, types, layers and every test that needs no real engine

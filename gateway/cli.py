@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     2: the command line or the configuration is wrong; standard error says why, a line a fault. 130: CTRL-C.
     """
-    args = _parser().parse_args(argv)
+    args = _parsed(sys.argv[1:] if argv is None else argv)
     command: Command = args.command
     from gateway.settings import InvalidSettings
 
@@ -43,6 +43,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has read enough, as `head` does. Python would complain once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """Raises `SystemExit` where a command or a flag is unknown, and says which may have been meant."""
+    parser = _parser()
+    if not argv:
+        parser.error("a command is needed; detgate --help lists them")
+    if not argv[0].startswith("-") and argv[0] not in (*_COMMANDS, "worker"):
+        parser.error(f"{argv[0]} is no command{_meant(argv[0], _COMMANDS)}")
+    args, unknown = parser.parse_known_args(argv)
+    of_command: argparse.ArgumentParser = args.__dict__.pop("parser", parser)
+    if unknown:
+        flags = of_command._option_string_actions
+        of_command.error(f"{unknown[0]} is unknown here{_meant(unknown[0].partition('=')[0], flags)}")
+    return args
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -245,16 +267,32 @@ _FORMS: dict[str, dict[str, Any]] = {
 """What a flag takes, where that is not one word."""
 
 
+_FIRST = """\
+to try it without an engine:  detgate demo
+before engines of your own:   detgate serve --engine vllm --worker-urls http://a:8000 http://b:8000
+what a command takes:         detgate COMMAND --help
+"""
+
+_COMMANDS = (
+    *("serve", "demo", "sim", "config", "seed", "key", "launch-profile"),
+    *("doctor", "verify", "diff", "replay"),
+)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="detgate", description="A deterministic inference gateway.", allow_abbrev=False
+        prog="detgate",
+        description="A deterministic inference gateway.",
+        epilog=_FIRST,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"detgate {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def add(name: str, command: Command, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        added.set_defaults(command=command)
+        added.set_defaults(command=command, parser=added)
         return added
 
     serve = add("serve", _serve, "the gateway before the pools of the configuration")
@@ -271,8 +309,8 @@ def _parser() -> argparse.ArgumentParser:
     _seed_flags(add("seed", _seed, "the seed that a request gets"))
     _key_flags(add("key", _new_key, "keys that open the gateway, and hashes of them for the configuration"))
     _launch_flags(add("launch-profile", _launch_profile, "how to start an engine so that its answers can repeat"))
-    _verify_flags(add("verify", _verify, "canaries to every replica: does it repeat? exit 0 all passed, 1 not"))
     _doctor_flags(add("doctor", _doctor, "what breaks determinism; exit 0 strict would serve, 1 refuse, 2 not known"))
+    _verify_flags(add("verify", _verify, "canaries to every replica: does it repeat? exit 0 all passed, 1 not"))
     _diff_flags(add("diff", _diff, "where two recorded runs parted, and why; exit 0 equal, 1 different, 2 neither"))
     _replay_flags(add("replay", _replay_plans, "a recorded run again: its decisions, or its requests"))
     return parser
@@ -314,7 +352,7 @@ def _key_flags(parser: argparse.ArgumentParser) -> None:
         ("hash", _hash_key, "read a key from standard input and print what the configuration holds of it"),
     ):
         one = commands.add_parser(what, help=text, description=text, allow_abbrev=False)
-        one.set_defaults(command=command)
+        one.set_defaults(command=command, parser=one)
         one.add_argument("name", metavar="NAME", nargs="?", type=_name, help="who has it, for logs and ledger")
 
 
@@ -364,11 +402,11 @@ def _replay_flags(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(metavar="WHAT", required=True)
     text = "make every recorded decision again, without an engine; exit 1 if one comes out otherwise"
     plans = commands.add_parser("plans", help=text, description=text, allow_abbrev=False)
-    plans.set_defaults(command=_replay_plans)
+    plans.set_defaults(command=_replay_plans, parser=plans)
     _recorded_flags(plans)
     text = "send a recorded run again, to a running gateway (--url) or to one of its own (--config), and compare"
     requests = commands.add_parser("requests", help=text, description=text, allow_abbrev=False)
-    requests.set_defaults(command=_replay_requests)
+    requests.set_defaults(command=_replay_requests, parser=requests)
     _recorded_flags(requests)
     requests.add_argument("--url", metavar="URL", help="a running gateway; its keys come from the configuration")
     requests.add_argument("--run", dest="as_run", metavar="NAME", help="name of the new run (LEDGER's with -replay)")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway import __version__
+from gateway import __version__, cli
 from gateway.cli import main
 from gateway.settings import Settings
 
@@ -68,8 +68,34 @@ def test_a_wrong_command_line_exits_2(argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["srve"], "srve is no command; did you mean serve?"),
+        (["serve", "--profil", "strict"], "--profil is unknown here; did you mean --profile?"),
+        (["replay", "plans", "x", "--jsn"], "--jsn is unknown here; did you mean --json?"),
+        (["key", "new", "a", "b"], "b is unknown here"),
+        ([], "a command is needed; detgate --help lists them"),
+    ],
+)
+def test_what_may_have_been_meant_is_said(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: {said}\n")
+
+
+def test_the_help_lists_every_command_but_the_one_that_is_not_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = capsys.readouterr().out
+    assert re.findall(r"^    ([a-z-]+)(?: |$)", told, re.M) == list(cli._COMMANDS)
+    assert "worker " not in told
+
+
+@pytest.mark.parametrize(
     ("text", "line"),
     [
+        ("lane: {scope: pool}", "lane: unknown key; did you mean timeouts.lane or pools[].lane?"),
         ("sede: 1", "sede: unknown key; did you mean seed?"),
         (POOL.replace("vllm", "vlm"), "pools[0].engine: 'vlm' is unknown; did you mean vllm?"),
         (

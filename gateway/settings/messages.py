@@ -118,7 +118,9 @@ def _suggestion(model: type[BaseModel], loc: Loc) -> str:
     if not difflib.get_close_matches(word.lower(), names):
         elsewhere = [path for path in _paths(model) if path.split(".")[-1] == word]
         if elsewhere:
-            return f"did you mean {elsewhere[0]}?"
+            # What a pool may say anew is meant at the top.
+            own = [path for path in elsewhere if not any(path.endswith(f".{other}") for other in elsewhere)]
+            return f"did you mean {' or '.join(own)}?"
     return nearest(word, names)
 
 
@@ -140,7 +142,6 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         inner = next(_models(field.annotation), None)
-        if inner is None:
-            yield f"{prefix}{name}"
-        else:
+        yield f"{prefix}{name}"
+        if inner is not None:
             yield from _paths(inner, f"{prefix}{name}." if field.annotation is inner else f"{prefix}{name}[].")
