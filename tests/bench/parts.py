@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -135,7 +136,11 @@ def started(
 
 @contextmanager
 def bench(engines: Sequence[int] = ()) -> Iterator[Bench]:
-    """The engine, and all that a load needs. `engines`: its ports; two that are free if none are named."""
+    """The engine, and all that a load needs. `engines`: its ports; two that are free if none are named.
+
+    What was started ends with this program, also when that is asked to end.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     engines = engines or [ports.free(), ports.free()]
     with tempfile.TemporaryDirectory(prefix="detgate-bench-") as name:
         made = Bench(Path(name), engines)
