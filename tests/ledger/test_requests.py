@@ -197,3 +197,22 @@ def test_a_large_run_is_handed_over_in_pieces(tmp_path: Path) -> None:
     assert len(pieces) > 3
     assert len(found) == 300
     assert [json.loads(line)["index"] for line in b"".join(pieces).splitlines()] == list(range(300))
+
+
+@pytest.mark.parametrize(
+    ("ends", "still_open"),
+    [
+        ([closed("s", 0, "failed", claim="g 1"), closed("s", 0, "failed", claim="g 1")], 1),
+        ([closed("s", 0, "failed", claim="g 1"), closed("s", 0, "failed", claim="g 2")], 0),
+    ],
+)
+def test_an_end_that_two_wrote_for_a_gateway_that_is_gone_counts_once(
+    tmp_path: Path, ends: list[dict[str, Any]], still_open: int
+) -> None:
+    write(tmp_path, [opened("s", 0), opened("s", 0), *ends])
+    assert Requests(tmp_path).open == still_open
+
+
+def test_who_closed_before_it_was_gone_is_not_closed_again(tmp_path: Path) -> None:
+    write(tmp_path, [opened("s", 0), closed("s", 0, "failed"), closed("s", 0, "failed", claim="g 1"), opened("s", 0)])
+    assert Requests(tmp_path).open == 1

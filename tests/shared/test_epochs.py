@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.core.errors import Conflict, StoreFault
 from gateway.core.indexing import Ask, Claim, Scope, Session
 from gateway.shared import scripts
-from gateway.shared.part import Memory
+from gateway.shared.part import LostEnd, Memory
 from gateway.stores import ScopeKey
 from gateway.stores.redis import RedisStore
 from gateway.tasks import start, stop
@@ -291,6 +291,38 @@ async def test_a_gateway_that_dies_between_its_report_and_its_part_is_missed() -
             await joined(two, 1)
             again = await two.claim(ME, ask("a", repeat=1), 10.0)
             assert (again.index, again.reused, again.flags) == (0, True, ())
+
+
+async def test_the_end_of_one_that_is_gone_is_told_until_it_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To who noticed; and when that is gone too before it has said so, to the next."""
+    async with (
+        RedisServer() as server,
+        store(server.url, terms(lease=LEASE)) as doomed,
+        store(server.url, terms(lease=LEASE)) as one,
+        store(server.url, terms(lease=LEASE)) as other,
+    ):
+        told: list[tuple[RedisStore, LostEnd]] = []
+        written: set[RedisStore] = set()
+        for kept in (one, other):
+            await joined(kept)
+
+            def lost(ends: Sequence[LostEnd], kept: RedisStore = kept) -> bool:
+                told.extend((kept, end) for end in ends)
+                return kept in written
+
+            monkeypatch.setattr(kept._run("run"), "lost", lost)
+        claim = await doomed.claim(ME, ask("x"), 0.2)
+        vanish(doomed)
+        await until(lambda: len(told) >= 3)
+        [noticed], [end] = {kept for kept, _ in told}, {end for _, end in told}
+        assert (end.gateway, end.place, end.used) == (doomed.gateway, claim.index, False)
+        vanish(noticed)
+        heir = other if noticed is one else one
+        written.add(heir)
+        await until(lambda: told[-1] == (heir, end))
+        while await server.ask("EXISTS", "detgate:{run}:ends"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert [kept for kept, _ in told].count(heir) == 1
 
 
 async def test_a_gateway_that_tells_late_is_heard_and_its_sessions_are_served_again() -> None:
