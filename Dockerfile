@@ -32,6 +32,6 @@ EXPOSE 8000
 # Refuses new requests, lets those under way end, exits with 0.
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=3s --start-period=15s --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request as u; u.urlopen(f\"http://127.0.0.1:{os.environ['DETGATE_PORT']}/livez\", timeout=2)"]
+    CMD ["python", "-c", "import os, ssl, urllib.request as u; e = os.environ; u.urlopen(f\"http{'s' * ('DETGATE_TLS__CERT' in e)}://127.0.0.1:{e['DETGATE_PORT']}/livez\", timeout=2, context=ssl._create_unverified_context())"]
 ENTRYPOINT ["detgate"]
 CMD ["serve"]

@@ -53,6 +53,13 @@ def command(stage: list[Instruction]) -> list[str]:
     return [str(word) for word in words]
 
 
+def health_check() -> list[str]:
+    """What a container is asked by, whether it is well."""
+    [said] = of(stages()[1], "HEALTHCHECK")
+    words: list[str] = json.loads(re.sub(r"^.*CMD (?=\[)", "", said))
+    return words
+
+
 def context() -> set[str]:
     """The tracked and new files that .dockerignore lets into the image's build."""
     listed = subprocess.run(

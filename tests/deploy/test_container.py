@@ -6,7 +6,6 @@ Started by `make test-image`, since it installs a whole environment.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -68,8 +67,7 @@ def free_port() -> int:
 
 async def healthy(port: int) -> None:
     """Wait until the image's own health check passes."""
-    check = json.loads(re.sub(r"^.*CMD (?=\[)", "", image.of(RUN, "HEALTHCHECK")[0]))
-    await passing(check, DETGATE_PORT=str(port))
+    await passing(image.health_check(), DETGATE_PORT=str(port))
 
 
 async def passing(check: list[str], **variables: str) -> None:
