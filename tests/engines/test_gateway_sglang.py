@@ -16,7 +16,7 @@ from openai import OpenAI
 
 from gateway.core import seeds
 from tests import matrix
-from tests.engines import contrast, gates, servers, structured
+from tests.engines import contrast, gates, servers, structured, trainer
 from tests.engines.asking import (
     CHAT,
     COMPLETIONS,
@@ -458,6 +458,19 @@ class TestPriority:
                         clients.map(lambda n: ask(gate, f"/sessions/{n}" + GENERATE, native(sampling_seed=n)), range(8))
                     )
                 assert [told(each)["text"] for each in answers] == [generated(server, n) for n in range(8)]
+
+
+class TestATrainer:
+    def test_what_it_gets_of_an_episode_are_the_engines_own_tokens(self, sglang: Server, tmp_path: Path) -> None:
+        ledger = {"path": str(tmp_path / "ledger"), "bodies": True}
+        with gates.gateway(tmp_path, gates.pool("policy", "sglang", [sglang.url]), ledger=ledger) as gate:
+            answers, tensors = trainer.episode(gate, stream=False)
+            choices = [each["choices"][0] for each in trainer.whole(answers)]
+            trainer.check(
+                [each["prompt_token_ids"] for each in choices],
+                [each["response_token_ids"] for each in choices],
+                tensors,
+            )
 
 
 class TestTheMatrix:

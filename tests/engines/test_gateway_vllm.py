@@ -18,7 +18,7 @@ from openai import OpenAI
 
 from gateway.core import seeds
 from tests import matrix
-from tests.engines import contrast, gates, servers, structured
+from tests.engines import contrast, gates, servers, structured, trainer
 from tests.engines.asking import (
     CHAT,
     COMPLETIONS,
@@ -632,6 +632,25 @@ class TestPriority:
                 with ThreadPoolExecutor(12) as pool_:
                     crowded = list(pool_.map(one, range(12)))
                 assert [told(each)["choices"] == alone[n]["choices"] for n, each in enumerate(crowded)] == [True] * 12
+
+
+class TestATrainer:
+    def test_what_it_gets_of_an_episode_are_the_engines_own_tokens(
+        self, vllm_pair: list[Server], tmp_path: Path
+    ) -> None:
+        pool = gates.pool("policy", "vllm", urls(vllm_pair), deterministic="declared")
+        ledger = {"path": str(tmp_path / "ledger"), "bodies": True}
+        with gates.gateway(tmp_path, pool, ledger=ledger) as gate:
+            answers, tensors = trainer.episode(gate, stream=False)
+            bodies = trainer.whole(answers)
+            trainer.check(
+                [each["prompt_token_ids"] for each in bodies],
+                [each["choices"][0]["token_ids"] for each in bodies],
+                tensors,
+            )
+            _, streamed = trainer.episode(gate, stream=True)
+            assert [len(each["input_ids"]) for each in streamed] == [len(each["logprobs"]) for each in streamed]
+            assert [each["rewards"] for each in streamed] == [[0.5], [1.0]]
 
 
 class TestTheMatrix:
