@@ -285,11 +285,14 @@ async def test_where_clients_show_certificates_the_probes_do_so_too(tmp_path: Pa
         await asked.communicate()
         return asked.returncode == 0
 
-    async with FakeWorker() as worker, gateway(pool("policy", worker.url), tls=tls) as gate:
-        assert await passes("readiness", gate.port)
-    async with gateway(pool("policy", f"http://127.0.0.1:{ports.free()}"), tls=tls) as gate:
-        assert await passes("liveness", gate.port)
-        assert not await passes("readiness", gate.port)
+    async with asyncio.timeout(60):
+        async with FakeWorker() as worker, gateway(pool("policy", worker.url), tls=tls) as gate:
+            while not await passes("readiness", gate.port):
+                pass
+        async with gateway(pool("policy", f"http://127.0.0.1:{ports.free()}"), tls=tls) as gate:
+            while not await passes("liveness", gate.port):
+                pass
+            assert not await passes("readiness", gate.port)
 
 
 def test_administration_is_published_by_a_service_of_its_own() -> None:
