@@ -41,8 +41,8 @@ POLL = 0.25
 RECENT = 8192
 """Calls that are kept in mind, to tell them again to a server that has lost the last of them."""
 
-REFUSED_PAUSE = 0.05
-"""Seconds until a store is asked again whether an answer may be delivered, where it has refused to say."""
+ASK_PAUSE = 0.02
+"""Seconds until a store that did not say whether an answer may be delivered is asked again."""
 
 CLAIMED, COMPLETE, SETTLED = 0, 1, 2
 
@@ -456,34 +456,40 @@ class SharedRun:
         What the store has noted it gives to nobody else, should this gateway be taken for gone from now on. Raises
         `StoreFault` where the claim was ended by then, or the store does not say within the lease.
         """
-        lease = self._store.terms.lease
-        try:
-            async with asyncio.timeout(lease):
-                while True:
-                    await self._link.up()
-                    await self.part.taken()
-                    told = self._tell(held)
-                    if told is None:
-                        continue
-                    try:
-                        outcome, *raced = await told
-                    except StoreFault:
-                        await asyncio.sleep(REFUSED_PAUSE)
-                        continue
-                    if outcome == b"done":
-                        return bool(raced[0])
-                    if outcome == b"gone":
-                        raise StoreFault(
-                            "This gateway could not be heard for so long that the index of this request was released, "
-                            "and another may have it. Ask again.",
-                            code="index_released",
-                        )
-        except TimeoutError:
-            self._link.fault()
+        until = asyncio.get_running_loop().time() + self._store.terms.lease
+        answer = await self._asked_once(held)
+        if answer is None:
+            try:
+                async with asyncio.timeout_at(until):
+                    while answer is None:
+                        await asyncio.sleep(ASK_PAUSE)
+                        await self._link.up()
+                        await self.part.taken()
+                        answer = await self._asked_once(held)
+            except TimeoutError:
+                self._link.fault()
+                raise StoreFault(
+                    "The store that keeps indices did not take note of the answer within "
+                    f"{self._store.terms.lease:g} s, so it is not delivered. Ask again."
+                ) from None
+        if answer[0] == b"gone":
             raise StoreFault(
-                f"The store that keeps indices did not take note of the answer within {lease:g} s, so it is not "
-                "delivered. Ask again.",
-            ) from None
+                "This gateway could not be heard for so long that the index of this request was released, and another "
+                "may have it. Ask again.",
+                code="index_released",
+            )
+        return bool(answer[1])
+
+    async def _asked_once(self, held: Held) -> list[Any] | None:
+        """What the store says to the end of an answer; None: nothing, or nothing to this connection."""
+        told = self._tell(held)
+        if told is None:
+            return None
+        try:
+            answer: list[Any] = await told
+        except StoreFault:
+            return None
+        return None if answer[0] == b"away" else answer
 
     async def settle(self, key: ScopeKey, index: int, used: bool) -> bool:
         held = max(self.issued(key, index).holders, key=lambda held: held.state)
