@@ -113,6 +113,26 @@ async def test_requests_are_in_flight_together_as_they_were(tmp_path: Path) -> N
     assert events[-2:] == [("opened", 3), ("closed", 3)]
 
 
+async def test_what_goes_on_with_a_request_that_was_in_flight_is_sent_after_it(tmp_path: Path) -> None:
+    """Or it would race with the request that the new gateway must know by then."""
+    slow: dict[str, Any] = {"sim": {"prefix_cache": False, "token_seconds": 0.02}}
+    async with recorded(tmp_path, "a", replicas=1, **slow) as (gate, _):
+        whole = asyncio.create_task(ask(gate, "s", "begins"))
+        await gate.until(lambda: gate.in_flight("policy-0") == 1)
+        await ask(gate, "s", "goes on", {"X-Detgate-Resume": "s:0"})
+        await whole
+    assert _order(tmp_path / "a")[:2] == [("opened", "s"), ("opened", "s/0.0")]
+    async with recorded(tmp_path, "own", replicas=1, **slow) as (gate, _):
+        assert (await again(tmp_path, gate)).equal
+    assert _order(tmp_path / "b") == [("opened", "s"), ("closed", "s"), ("opened", "s/0.0"), ("closed", "s/0.0")]
+
+
+def _order(folder: Path) -> list[tuple[str, str]]:
+    """What began and ended, in this order."""
+    kinds = ("opened", "closed")
+    return [(each["event"], each["identity"]) for each in _records(folder) if each["event"] in kinds]
+
+
 def _records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
 
