@@ -61,7 +61,7 @@ def build(settings: Settings, runs: Runs, sessions: Sessions, fleet: Fleet, sibl
     async def change(what: Literal["drain", "remove", "accept"], pool: str, name: str) -> dict[str, Any]:
         named(pool_of(pool), name)
         replica = fleet.pools[pool].replicas[name]
-        await siblings.change(Change(what, pool, name))
+        await siblings.change(Change(what, pool, name, engine=replica.fingerprint))
         return _shown(replica)
 
     @router.get("/replicas", summary="All replicas and their states")

@@ -20,7 +20,7 @@ from gateway.pipeline import Pipeline
 from gateway.runs import Runs
 from gateway.sessions import Sessions
 from gateway.settings import Settings
-from gateway.siblings import Alone, Siblings
+from gateway.siblings import Alone, Host, Siblings, Single
 from gateway.silence import Silence
 from gateway.tasks import start, stop
 from gateway.telemetry import Telemetry
@@ -30,7 +30,8 @@ from gateway.ui.clerk import Clerk
 class Gateway:
     """All of it. Carriers need `owns`, `serve` and the bounds; servers need `application` and `running`."""
 
-    def __init__(self, settings: Settings, *, resume: bool = False, new_run: bool = False) -> None:
+    def __init__(self, settings: Settings, *, resume: bool = False, new_run: bool = False, pictured: int = 0) -> None:
+        """`pictured`: the number of the last change that the fleet will be given beside the settings."""
         self.settings = settings
         self.telemetry = Telemetry()
         self.fleet = Fleet(settings)
@@ -48,9 +49,16 @@ class Gateway:
         )
         self.health = Health(settings, self.fleet, lambda *told: self.changes.note(*told))
         self.changes = Changes(self.run, self.fleet, self.health, self.runs.own.ledger)
-        self.siblings: Siblings = Alone(self.changes)
+        self.host: Host = Single()
         self._clerk = Clerk(settings)
-        weights.restore(self.fleet, self.runs.own.folder)
+        recorded = weights.restore(self.fleet, self.runs.own.folder)
+        self.siblings: Siblings = Alone(self.changes)
+        if store.shared:
+            running = self.pipeline.dispatcher.running
+            joint = import_module("gateway.joint_changes")
+            self.siblings = joint.JointSiblings(
+                settings, store, self.run, self.fleet, self.changes, running, pictured=pictured, recorded=recorded
+            )
         self.silence = Silence(settings.timeouts, self.pipeline.dispatcher)
         self.head_bytes = settings.limits.head_bytes
         self.body_bytes = settings.limits.body_bytes
@@ -83,6 +91,7 @@ class Gateway:
             self._store,
             self.fleet,
             self.telemetry,
+            self.host,
             self.siblings,
             self._clerk,
             lambda: self.draining,
@@ -102,6 +111,7 @@ class Gateway:
         try:
             yield
         finally:
+            await self.siblings.close()
             if self._joint is not None:
                 await self._joint.close()
             await self._store.stop()
@@ -117,8 +127,11 @@ class Gateway:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.health.probed.wait()
-                while self._store.why_down(self.run) is not None or not self.sessions.ready:  # noqa: ASYNC110
+                while not self._knows_others():  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
+
+    def _knows_others(self) -> bool:
+        return self._store.why_down(self.run) is None and self.sessions.ready and self.siblings.ready
 
     def _gauges(self) -> None:
         replica_labels = ("pool", "replica")
@@ -155,16 +168,21 @@ class Gateway:
         add("detgate_replica_up", "1 while a replica answers its probes.", replica_labels, ups, "min")
 
         def insides() -> Iterable[tuple[tuple[str, ...], float]]:
-            return (((pool.name,), weights.inside(pool)) for pool in self.fleet)
+            return (((pool.name,), pool.inside) for pool in self.fleet)
 
         def paused() -> Iterable[tuple[tuple[str, ...], float]]:
             return (((pool.name,), float(pool.gate.shut)) for pool in self.fleet)
 
+        def paused_since() -> Iterable[tuple[tuple[str, ...], float]]:
+            return (((pool.name,), pool.gate.since or 0.0) for pool in self.fleet)
+
         def held_back() -> Iterable[tuple[tuple[str, ...], float]]:
             return (((pool.name,), pool.gate.waiting) for pool in self.fleet)
 
-        add(weights.INSIDE, "Requests in the engines, or given up and perhaps still there.", ("pool",), insides)
+        add("detgate_inside", "Requests in the engines, or given up and perhaps still there.", ("pool",), insides)
         add("detgate_paused", "1 while weights are changed and requests held back.", ("pool",), paused, "max")
+        since = "When that began, in seconds since 1970; 0: they are not."
+        add("detgate_paused_since_seconds", since, ("pool",), paused_since, "max")
         add("detgate_paused_waiting", "Requests that wait for that.", ("pool",), held_back)
         add("detgate_lane_waiting", "Requests that wait in lanes.", ("pool",), waiting)
         add("detgate_connections", "Connections of clients that are open.", (), connections)

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 import structlog
 
-from gateway.core.errors import StoreFault
+from gateway.core.errors import Busy, StoreFault
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.health import Health
 from gateway.ledger.writer import Ledger
+from gateway.passes import Verdict
 from gateway.settings import Replica as ReplicaSettings
 from gateway.settings import Settings
 
@@ -22,16 +23,34 @@ Picture = dict[str, dict[str, tuple[ReplicaSettings, bool]]]
 """The fleet: pool → name of a replica → what it is, and whether it is drained."""
 
 
+What = Literal["add", "drain", "remove", "accept", "pause", "resume", "weights", "verdict"]
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """One change, as whoever administers asked for it."""
 
-    what: Literal["add", "drain", "remove", "accept", "pause", "resume", "weights", "verdict"]
+    what: What
     pool: str
     name: str
     """Of a replica; of the new weights; nothing for `pause` and `resume`."""
     settings: ReplicaSettings | None = None
     """What is added."""
+    engine: str = ""
+    """The fingerprint that is accepted."""
+    verdict: Verdict | None = None
+    """The verdict on a replica."""
+    after: int | None = None
+    """The number of the change that the pool's gate must stand by when this is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The place of a change among all that were made at the gateways of a run."""
+
+    number: int
+    at: float
+    """Seconds since the epoch."""
 
 
 class Changes:
@@ -42,6 +61,8 @@ class Changes:
         self._fleet = fleet
         self._health = health
         self._ledger = ledger
+        self._gates = 0
+        """How often a gate was shut or opened, where no other gateway does."""
 
     def add(self, pool: Pool, settings: ReplicaSettings) -> Replica:
         """Take a replica in."""
@@ -57,44 +78,66 @@ class Changes:
         self._fleet.learnt()
         return self._done("removed", pool, replica)
 
-    def accept(self, pool: Pool, name: str) -> Replica:
-        """Take the engine that a replica is now for the one that it should be."""
-        return self._done("accepted", pool, pool.accept(name))
+    def accept(self, pool: Pool, name: str, engine: str) -> Replica:
+        """Take an engine, by its fingerprint, for the one that a replica should be."""
+        return self._done("accepted", pool, pool.accept(name, engine))
 
-    def verdict(self, pool: Pool, name: str) -> Replica:
-        """Go by the verdict on a replica that was written down."""
+    def verdict(self, pool: Pool, name: str, verdict: Verdict | None) -> Replica:
+        """Go by a verdict on a replica."""
         replica = pool.replicas[name]
+        if verdict is not None:
+            self._health.note(pool, replica, verdict)
         self._health.judge(pool, replica)
         log.info("verdict", pool=pool.name, replica=name, passed=replica.verified)
         self.note("verdict", pool, replica, {"passed": replica.verified})
         return replica
 
-    def apply(self, change: Change) -> None:
-        """Make a change, unless the fleet is so already."""
-        pool = self._fleet.pools[change.pool]
-        if change.what in ("pause", "resume", "weights"):
-            self._gate(pool, change)
-        elif change.settings is not None:
-            if change.name not in pool.replicas:
-                self.add(pool, change.settings)
-        elif change.name in pool.replicas:
-            made = {"drain": self.drain, "remove": self.remove, "accept": self.accept, "verdict": self.verdict}
-            made[change.what](pool, change.name)
+    def check(self, change: Change) -> None:
+        """Raises `Busy` where a change is meant for a gate that stands otherwise now."""
+        if change.after not in (None, self._fleet.pools[change.pool].gate.number):
+            raise contended(change.pool)
 
-    def _gate(self, pool: Pool, change: Change) -> None:
-        """Shut or open the gate of a pool, or say which weights are behind it."""
-        gate = pool.gate
+    def apply(self, change: Change, made: Made | None = None) -> None:
+        """Make a change, unless the fleet is so already. `made`: its place, where other gateways make it too."""
+        pool = self._fleet.pools[change.pool]
+        replica = pool.replicas.get(change.name)
         match change.what:
-            case "pause":
-                gate.close()
-            case "resume":
+            case "pause" | "resume" | "weights":
+                self._gate(pool, change, made)
+            case "add":
+                assert change.settings is not None
+                if replica is not None and (replica.draining or replica.settings != change.settings):
+                    self.remove(pool, change.name)
+                if change.name not in pool.replicas:
+                    self.add(pool, change.settings)
+            case _ if replica is None:
+                return
+            case "drain":
+                self.drain(pool, change.name)
+            case "remove":
+                self.remove(pool, change.name)
+            case "accept":
+                self.accept(pool, change.name, change.engine)
+            case "verdict":
+                self.verdict(pool, change.name, change.verdict)
+
+    def _gate(self, pool: Pool, change: Change, made: Made | None) -> None:
+        """Shut or open the gate of a pool, or say which weights are behind it."""
+        gate, now = pool.gate, time.time() if made is None else made.at
+        if change.what == "weights":
+            gate.name(change.name)
+        else:
+            self._gates += 1
+            gate.number = self._gates if made is None else made.number
+            if change.what == "pause":
+                gate.close(now)
+            else:
                 gate.open()
-            case "weights":
-                gate.name(change.name)
         log.info("weights", change=change.what, pool=pool.name, version=gate.named)
-        record = {"event": "weights", "time": time.time(), "run": self._run, "change": change.what, "pool": pool.name}
+        record = {"event": "weights", "time": now, "run": self._run, "change": change.what, "pool": pool.name}
+        place = {} if made is None else {"number": made.number}
         try:
-            self._ledger.opened({**record, "version": gate.named, "paused": gate.shut})
+            self._ledger.opened({**record, "version": gate.named, "paused": gate.shut, **place})
         except StoreFault:
             log.error("a change of weights could not be recorded", change=change.what, pool=pool.name)
 
@@ -146,3 +189,10 @@ class Changes:
             self._ledger.opened({**record, "fingerprint": replica.fingerprint or None, **particulars})
         except StoreFault:
             log.error("a change of the fleet could not be recorded", change=what, replica=replica.name)
+
+
+def contended(pool: str) -> Busy:
+    """The refusal of a change of weights where somebody else has changed the gate meanwhile."""
+    return Busy(
+        f"The pause of pool {pool} was ended, or taken over, by somebody else. Ask again.", code="weights_contended"
+    )

@@ -21,7 +21,7 @@ from gateway.routes import API_OF
 from gateway.runs import Runs
 from gateway.sessions import Sessions
 from gateway.settings import Settings
-from gateway.siblings import Siblings
+from gateway.siblings import Host, Siblings
 from gateway.stores import Store
 from gateway.telemetry import Telemetry
 from gateway.ui import site
@@ -37,6 +37,7 @@ def build(
     store: Store,
     fleet: Fleet,
     telemetry: Telemetry,
+    host: Host,
     siblings: Siblings,
     clerk: Clerk,
     draining: Callable[[], bool],
@@ -73,6 +74,9 @@ def build(
         if not sessions.ready:
             ready = False
             why_not.insert(0, f"the sessions of run {run.name} are not known yet")
+        if not siblings.ready:
+            ready = False
+            why_not.insert(0, f"what was changed in run {run.name} is not known yet")
         if (down := store.why_down(run.name)) is not None:
             ready = False
             why_not.insert(0, down)
@@ -89,7 +93,7 @@ def build(
 
     @app.get("/metrics", summary="Prometheus exposition")
     async def metrics() -> Response:
-        return Response(telemetry.exposition(await siblings.numbers()), media_type=EXPOSITION)
+        return Response(telemetry.exposition(await host.numbers()), media_type=EXPOSITION)
 
     @app.get("/determinism", summary="What is known of the engines' determinism")
     async def determinism() -> dict[str, Any]:
@@ -181,6 +185,7 @@ def _unready(pool: Pool, settings: Settings) -> str | None:
 def _state(pool: Pool) -> dict[str, Any]:
     return {
         "role": pool.role,
+        "paused_since": pool.gate.since,
         "models": sorted(pool.models or ()),
         "replicas": {
             replica.name: {

@@ -40,6 +40,7 @@ class Dispatcher:
         self._departures = Departures(fleet, settings.timeouts.settle, self.forget)
         self.vacate = self._departures.vacate
         self.abort = self._departures.abort
+        self.running = self._departures.running
 
     def forget(self, sending: Sending) -> None:
         """A sending occupies its replica no more."""

@@ -104,7 +104,7 @@ class Replica:
     @property
     def replaced(self) -> bool:
         """It is another engine than the one that was accepted."""
-        return self.fingerprint != self.accepted
+        return self.fingerprint not in ("", self.accepted)
 
     @property
     def told(self) -> Told:
@@ -187,6 +187,11 @@ class Pool:
         return self.stable and self.routing.on_home_down != "next"
 
     @property
+    def inside(self) -> int:
+        """Requests that are in the engines, or were given up and may still be."""
+        return self.gate.inside + sum(replica.leaving for replica in self.replicas.values())
+
+    @property
     def told(self) -> dict[str, Told]:
         """What is known of each replica."""
         return {name: replica.told for name, replica in self.replicas.items()}
@@ -214,10 +219,10 @@ class Pool:
         for name, reasons in findings.reasons(self.findings, self.replicas).items():
             self.replicas[name].reasons = reasons
 
-    def accept(self, name: str) -> Replica:
-        """Take the engine that a replica is now for the one that it should be."""
+    def accept(self, name: str, fingerprint: str) -> Replica:
+        """Take this engine for the one that a replica should be."""
         replica = self.replicas[name]
-        replica.accepted = replica.fingerprint
+        replica.accepted = fingerprint
         self.judge()
         return replica
 

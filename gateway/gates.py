@@ -7,10 +7,15 @@ request passes with its first call; its other calls and its retries belong to wh
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 UNNAMED = "default"
 """What SGLang tells as long as nobody has named its weights."""
+
+LOOK_SECONDS = 0.02
+"""How often is looked whether it is known by now that the gate is open."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +33,12 @@ class Gate:
     def __init__(self, pool: str, queue: int) -> None:
         self.pool = pool
         self.shut = False
+        self.since: float | None = None
+        """When it was shut, in seconds since the epoch; None: it is open."""
+        self.number = 0
+        """Of the change by which it stands as it does."""
+        self.unsure: Callable[[], bool] = bool
+        """Whether it may have been shut at another gateway: then nobody enters."""
         self.inside = 0
         """Requests that have entered and not left."""
         self.waiting = 0
@@ -51,7 +62,7 @@ class Gate:
 
     def enter(self, passage: Passage) -> bool:
         """Let a request in, unless the gate is shut."""
-        if self.shut:
+        if self.shut or self.unsure():
             return False
         passage.entered, passage.weights = True, self.weights
         self.inside += 1
@@ -68,18 +79,21 @@ class Gate:
         """Wait until it is open."""
         self.waiting += 1
         try:
-            while self.shut:
-                await self._change()
+            while self.shut or self.unsure():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(None if self.shut else LOOK_SECONDS):
+                        await self._change()
         finally:
             self.waiting -= 1
 
-    def close(self) -> None:
-        """Let nothing more in."""
+    def close(self, since: float) -> None:
+        """Let nothing more in. `since`: now, in seconds since the epoch."""
         self.shut = True
+        self.since = self.since or since
 
     def open(self) -> None:
         """Let in again, whoever waits too."""
-        self.shut = False
+        self.shut, self.since = False, None
         self._tell()
 
     def name(self, version: str) -> None:

@@ -19,7 +19,7 @@ from gateway.core.vitals import Outcome
 from gateway.findings import Told
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.introductions import introduce
-from gateway.passes import Passes
+from gateway.passes import Passes, Verdict
 from gateway.settings import ReplicaTls, Settings
 from gateway.tasks import start, stop
 from gateway.upstream import absent, trust
@@ -115,6 +115,14 @@ class Health:
             log.info("replica", pool=pool.name, replica=replica.name, state=replica.state, reason=reason)
         if not self.probed.is_set() and all(each.state != "unknown" for each in self._fleet.replicas):
             self.probed.set()
+
+    def note(self, pool: Pool, replica: Replica, verdict: Verdict) -> None:
+        """Write a verdict down, unless it stands already."""
+        engine, apart, passed, at = verdict
+        try:
+            self._passes.note(pool.settings, replica.name, engine, apart=apart, passed=passed, at=at)
+        except OSError as error:
+            log.error("a verdict cannot be written", replica=replica.name, why=error.strerror)
 
     def judge(self, pool: Pool, replica: Replica, before: Told | None = None) -> None:
         """Find anew what speaks against a pool, if a replica tells something else than `before`, or canaries do."""

@@ -7,12 +7,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.findings import alone
 from gateway.settings import Pool
 
 Key = tuple[str, str, str, bool]
+
+
+class Verdict(NamedTuple):
+    """What canaries found."""
+
+    engine: str
+    """The fingerprint of the engine that was asked."""
+    apart: bool
+    """They were sent one at a time."""
+    passed: bool
+    at: float
+    """Seconds since the epoch."""
 
 
 class Passes:

@@ -97,10 +97,10 @@ async def _alone(settings: Settings, load: Callable[[], Settings], resume: bool,
 
 
 async def _worker(begin: Start, line: socket.socket, sockets: Sequence[socket.socket]) -> None:
-    gateway = Gateway(begin.settings, resume=begin.resume, new_run=begin.new_run)
+    gateway = Gateway(begin.settings, resume=begin.resume, new_run=begin.new_run, pictured=begin.pictured)
     if begin.picture is not None:
         gateway.changes.match(begin.picture)
-    worker = gateway.siblings = Worker(line, gateway.changes, gateway.telemetry, begin.settings)
+    worker = gateway.host = Worker(line, gateway.changes, gateway.siblings, gateway.telemetry, begin.settings)
     server = Server(gateway, sockets)
     hearing = start(_hear(worker, server), "line")
     try:

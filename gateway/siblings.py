@@ -1,8 +1,8 @@
-"""The worker processes of one `detgate serve`, as one of them sees them: what must be asked of all, and told to all.
+"""Others that serve with this process: the workers of its `detgate serve`, and all gateways of its run.
 
-Each worker has a line to the process that started it, and to nobody else. What changes the fleet goes over it and comes
-back to all workers in one order; numbers come together there. Both ends are one program, and nobody else can reach the
-line: so values go over it as Python's own pickles.
+Each worker has a line to the process that started it, and to nobody else. Numbers come together there, and a reload
+goes over it to all. Both ends are one program, and nobody else can reach the line: so values go over it as Python's own
+pickles. What is changed at one gateway goes to all of its run, over the store: `gateway.joint_changes`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import pickle
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -42,7 +42,9 @@ class Start:
     """Which of the workers it is."""
     settings: Settings
     picture: Picture | None
-    """The fleet as it is now; None: as it is configured."""
+    """The fleet as it was after the last reload; None: as it is configured."""
+    pictured: int
+    """Of the last change that the picture has."""
     resume: bool
     new_run: bool
 
@@ -55,10 +57,12 @@ class Reload:
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
-    """The fleet of a worker was changed."""
+class Reloaded:
+    """The replicas of a worker are those of new settings."""
 
     picture: Picture
+    number: int
+    """Of the last change that the picture has."""
     waiting: list[str]
     """Settings that changed too and need a restart."""
 
@@ -76,34 +80,77 @@ class Ready:
     """A worker listens."""
 
 
-class Siblings(Protocol):
-    """All workers of this `detgate serve`."""
+class Host(Protocol):
+    """All processes of this `detgate serve`."""
 
     async def numbers(self) -> Sequence[Numbers]:
         """The numbers of all others, and of those that have died. Raises `Busy` where they cannot be had now."""
 
-    async def change(self, change: Change) -> None:
-        """Change the fleet of all. Raises `Busy` where that cannot be had now."""
 
-
-class Alone:
-    """One process, which has no siblings."""
-
-    def __init__(self, changes: Changes) -> None:
-        self._changes = changes
+class Single:
+    """The one process of its `detgate serve`."""
 
     async def numbers(self) -> Sequence[Numbers]:
         return ()
 
-    async def change(self, change: Change) -> None:
-        self._changes.apply(change)
+
+class Siblings(Protocol):
+    """All gateways of a run, workers of this host or of others."""
+
+    @property
+    def ready(self) -> bool:
+        """All that was changed before is known."""
+
+    @property
+    def number(self) -> int:
+        """Of the last change that was made here."""
+
+    async def change(self, *changes: Change) -> None:
+        """Make these changes, in this order and together, at all of them.
+
+        Raises `Busy` where that cannot be had now, and `Conflict` where a replica is there already.
+        """
+
+    async def inside(self, pools: Collection[str]) -> int:
+        """How many requests others have in the engines of these pools, at most; of pools that are shut.
+
+        Raises `Busy` where that cannot be had now.
+        """
+
+    async def close(self) -> None:
+        """Nothing is in flight any more."""
+
+
+class Alone:
+    """The only gateway of its run."""
+
+    ready = True
+    number = 0
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+
+    async def change(self, *changes: Change) -> None:
+        for change in changes:
+            self._changes.check(change)
+        for change in changes:
+            self._changes.apply(change)
+
+    async def inside(self, pools: Collection[str]) -> int:
+        return 0
+
+    async def close(self) -> None:
+        pass
 
 
 class Worker:
     """One of several: its line to the process that started it."""
 
-    def __init__(self, line: socket.socket, changes: Changes, telemetry: Telemetry, settings: Settings) -> None:
+    def __init__(
+        self, line: socket.socket, changes: Changes, siblings: Siblings, telemetry: Telemetry, settings: Settings
+    ) -> None:
         self._changes = changes
+        self._siblings = siblings
         self._telemetry = telemetry
         self._settings = settings
         self._line = Line(line, self._answer)
@@ -122,32 +169,22 @@ class Worker:
         self._line.tell(Ready())
 
     async def numbers(self) -> Sequence[Numbers]:
-        others: Sequence[Numbers] = await self._ask(Count(self._telemetry.numbers()), 2 * COUNT_SECONDS)
-        return others
-
-    async def change(self, change: Change) -> None:
-        await self._ask(change, 2 * ANSWER_SECONDS)
-
-    async def _ask(self, question: Any, seconds: float) -> Any:
         try:
-            return await self._line.ask(question, seconds)
+            others: Sequence[Numbers] = await self._line.ask(Count(self._telemetry.numbers()), 2 * COUNT_SECONDS)
         except (ConnectionError, TimeoutError):
             raise Busy("The other workers could not be asked in time. Ask again.", code="workers_busy") from None
+        return others
 
     async def _tell(self) -> None:
         while True:
             self._line.tell(self._telemetry.numbers())
             await asyncio.sleep(PUSH_SECONDS)
 
-    async def _answer(self, question: Any) -> Any:
-        match question:
-            case Count():
-                return self._telemetry.numbers()
-            case Reload(settings):
-                waiting = self._changes.reload(self._settings, settings)
-                return Changed(self._changes.picture, waiting)
-        self._changes.apply(question)
-        return Changed(self._changes.picture, [])
+    async def _answer(self, question: Count | Reload) -> Any:
+        if isinstance(question, Count):
+            return self._telemetry.numbers()
+        waiting = self._changes.reload(self._settings, question.settings)
+        return Reloaded(self._changes.picture, self._siblings.number, waiting)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from gateway.changes import Change
 from gateway.core.errors import Busy
 from gateway.fleet import Fleet
-from gateway.passes import Passes
+from gateway.passes import Passes, Verdict
 from gateway.settings import Settings
 from gateway.siblings import Siblings
 
@@ -96,10 +96,12 @@ class Verdicts:
         return None
 
     async def _keep(self, pool: str, replica: str, apart: bool, tried: Tried) -> None:
-        settings, engine = self._fleet.pools[pool].settings, tried.fingerprint or ""
+        settings = self._fleet.pools[pool].settings
+        verdict = Verdict(tried.fingerprint or "", apart, tried.passed, time.time())
+        engine, _, passed, at = verdict
         try:
-            self._passes.note(settings, replica, engine, apart=apart, passed=tried.passed, at=time.time())
+            self._passes.note(settings, replica, engine, apart=apart, passed=passed, at=at)
         except OSError as error:
             why = f"The verdict cannot be written: {error.strerror}."
             raise Busy(why, code="ledger_unwritable", retry_after=10) from None
-        await self._siblings.change(Change("verdict", pool, replica))
+        await self._siblings.change(Change("verdict", pool, replica, verdict=verdict))

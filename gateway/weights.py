@@ -22,9 +22,6 @@ from gateway.siblings import Siblings
 
 log = structlog.get_logger("detgate.weights")
 
-INSIDE = "detgate_inside"
-"""The gauge by which workers tell each other what is in the engines of a pool."""
-
 LOOK_SECONDS = 0.05
 """How often it is looked whether that has ended."""
 
@@ -46,7 +43,8 @@ class Weights:
                 "named": pool.gate.named,
                 "told": pool.gate.told,
                 "paused": pool.gate.shut,
-                "in_flight": inside(pool),
+                "since": pool.gate.since,
+                "in_flight": pool.inside,
                 "waiting": pool.gate.waiting,
             }
             for pool in self._fleet
@@ -61,27 +59,27 @@ class Weights:
             await self._pause(pools)
 
     async def resume(self, pools: Iterable[Pool]) -> None:
-        """Let requests go on."""
-        for pool in pools:
-            await self._siblings.change(Change("resume", pool.name, ""))
+        """Let requests go on, whoever has paused."""
+        await self._siblings.change(*(Change("resume", pool.name, "") for pool in pools))
 
     async def change(self, version: str, pools: Sequence[Pool]) -> None:
         """Pause, give the weights their version, and go on. Raises `Busy` as `pause`: then nothing was changed."""
         async with self._changing:
-            await self._pause(pools)
-            for pool in pools:
-                await self._siblings.change(Change("weights", pool.name, version))
-            await self.resume(pools)
+            numbers = await self._pause(pools)
+            named = [Change("weights", pool.name, version, after=numbers[pool.name]) for pool in pools]
+            await self._siblings.change(*named, *(Change("resume", pool.name, "") for pool in pools))
 
-    async def _pause(self, pools: Sequence[Pool]) -> None:
+    async def _pause(self, pools: Sequence[Pool]) -> dict[str, int]:
+        """Gives the numbers of the changes by which the pools' gates are shut."""
+        before = {pool.name: pool.gate.number for pool in pools}
         shut = [pool for pool in pools if not pool.gate.shut]
         try:
-            for pool in shut:
-                await self._siblings.change(Change("pause", pool.name, ""))
+            await self._siblings.change(*(Change("pause", pool.name, "") for pool in pools))
+            numbers = {pool.name: pool.gate.number for pool in pools}
             async with asyncio.timeout(self._seconds):
                 await self._emptied(pools)
         except BaseException as error:
-            await self.resume(shut)
+            await self._undo(shut, before)
             if isinstance(error, TimeoutError):
                 raise Busy(
                     f"What was in flight had not ended after {self._seconds:g} s; the pools go on as before. "
@@ -89,40 +87,42 @@ class Weights:
                     code="weights_in_flight",
                 ) from None
             raise
+        return numbers
+
+    async def _undo(self, pools: Iterable[Pool], before: dict[str, int]) -> None:
+        """Open what was open before, unless somebody else has shut it meanwhile."""
+        for pool in pools:
+            number = pool.gate.number
+            after = number if number != before[pool.name] else None
+            try:
+                await self._siblings.change(Change("resume", pool.name, "", after=after))
+            except Busy as error:
+                log.error("a pause could not be undone", pool=pool.name, why=error.message)
 
     async def _emptied(self, pools: Sequence[Pool]) -> None:
+        names = {pool.name for pool in pools}
         while True:
-            if not await self._busy(pools):
+            if not any(pool.inside for pool in pools) and not await self._siblings.inside(names):
                 return
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _busy(self, pools: Iterable[Pool]) -> bool:
-        """Whether anything is in the engines of these pools, sent by this worker or another."""
-        if any(inside(pool) for pool in pools):
-            return True
-        names = {pool.name for pool in pools}
-        return any(
-            sample.value
-            for numbers in await self._siblings.numbers()
-            for family in numbers
-            if family.name == INSIDE
-            for sample in family.samples
-            if sample.labels["pool"] in names
-        )
 
+def restore(fleet: Fleet, folder: Path) -> list[dict[str, Any]]:
+    """Bring the gates to what the ledger of a run tells of them: a change may have been under way.
 
-def inside(pool: Pool) -> int:
-    """Requests that are in the engines of a pool, or were given up and may still be."""
-    return pool.gate.inside + sum(replica.leaving for replica in pool.replicas.values())
-
-
-def restore(fleet: Fleet, folder: Path) -> None:
-    """Bring the gates to what the ledger of a run tells of them: a change may have been under way."""
+    Gives its records, the last one last.
+    """
     found: list[dict[str, Any]] = []
     for file in folder.glob("*.jsonl"):
         with file.open("rb") as segment:
             found += (orjson.loads(line) for line in segment if b'"event":"weights"' in line and line.endswith(b"\n"))
-    for record in sorted(found, key=lambda record: float(record["time"])):
-        pool = fleet.pools.get(record["pool"])
-        if pool is not None:
-            pool.gate.shut, pool.gate.named = record["paused"], record["version"]
+    found = [record for record in found if record["pool"] in fleet.pools]
+    found.sort(key=lambda record: (record.get("number", 0), float(record["time"])))
+    for record in found:
+        gate = fleet.pools[record["pool"]].gate
+        gate.named = record["version"]
+        if record["paused"]:
+            gate.close(record["time"])
+        else:
+            gate.open()
+    return found

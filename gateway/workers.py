@@ -19,10 +19,10 @@ from typing import Any
 
 import structlog
 
-from gateway.changes import Change, Picture
+from gateway.changes import Picture
 from gateway.logs import configure
 from gateway.settings import InvalidSettings, Settings
-from gateway.siblings import ANSWER_SECONDS, COUNT_SECONDS, Changed, Count, Line, Ready, Reload, Start
+from gateway.siblings import ANSWER_SECONDS, COUNT_SECONDS, Count, Line, Ready, Reload, Reloaded, Start
 from gateway.tasks import start
 from gateway.telemetry import Numbers, Telemetry, lasting, together
 
@@ -76,7 +76,10 @@ class Workers:
         self._resume, self._new_run = resume, new_run
         self._posts: list[Post] = []
         self._picture: Picture | None = None
-        self._changing = asyncio.Lock()
+        """What the last reload has left; what is changed for all gateways of the run workers hear from the store."""
+        self._number = 0
+        """Of the last of these changes that the picture has."""
+        self._reloading = asyncio.Lock()
         self._telemetry = Telemetry()
         self._dead: Numbers = []
         """What those counted that have died."""
@@ -154,7 +157,7 @@ class Workers:
         if self._stopping.is_set():
             post.process.terminate()
         post.line = Line(ours, self._answer_to(post), lambda news: self._heard(post, news))
-        post.line.tell(Start(post.number, self._settings, self._picture, self._resume, self._new_run))
+        post.line.tell(Start(post.number, self._settings, self._picture, self._number, self._resume, self._new_run))
         reading = start(post.line.run(), f"line {post.number}")
         try:
             return await post.process.wait()
@@ -176,9 +179,7 @@ class Workers:
             post.numbers = news
 
     def _answer_to(self, post: Post) -> Callable[[Any], Awaitable[Any]]:
-        async def answer(question: Any) -> Any:
-            if not isinstance(question, Count):
-                return await self._tell(question)
+        async def answer(question: Count) -> Any:
             if question.numbers is not None:
                 post.numbers = question.numbers
             return await self._count(post)
@@ -196,18 +197,18 @@ class Workers:
             if post.line is not None and post.ready:
                 post.numbers = await post.line.ask(Count(), COUNT_SECONDS)
 
-    async def _tell(self, change: Change | Reload) -> Changed | None:
-        """Have all workers change the fleet, in one order with all other changes. What one of them has answered."""
-        async with self._changing:
+    async def _tell(self, reload: Reload) -> Reloaded | None:
+        """Have all workers reload, one time after the other. What one of them has answered."""
+        async with self._reloading:
             lines = [post.line for post in self._posts if post.line is not None]
-            told = await asyncio.gather(*(line.ask(change, ANSWER_SECONDS) for line in lines), return_exceptions=True)
-            changed: list[Changed] = [answer for answer in told if isinstance(answer, Changed)]
-            if len(changed) < len(lines):
-                log.error("not every worker has changed its fleet yet", changed=len(changed), workers=len(lines))
-            if not changed:
+            told = await asyncio.gather(*(line.ask(reload, ANSWER_SECONDS) for line in lines), return_exceptions=True)
+            reloaded: list[Reloaded] = [answer for answer in told if isinstance(answer, Reloaded)]
+            if len(reloaded) < len(lines):
+                log.error("not every worker has reloaded yet", reloaded=len(reloaded), workers=len(lines))
+            if not reloaded:
                 return None
-            self._picture = changed[0].picture
-            return changed[0]
+            self._picture, self._number = reloaded[0].picture, reloaded[0].number
+            return reloaded[0]
 
     # --- signals
     def _stop(self, number: signal.Signals | None) -> None:
@@ -232,10 +233,10 @@ class Workers:
         except InvalidSettings as error:
             log.error("not reloaded: the configuration is wrong", faults=error.lines)
             return
-        changed = await self._tell(Reload(settings))
+        reloaded = await self._tell(Reload(settings))
         log.info("reloaded")
-        if changed is not None and changed.waiting:
-            log.warning("these settings changed too and need a restart", keys=changed.waiting)
+        if reloaded is not None and reloaded.waiting:
+            log.warning("these settings changed too and need a restart", keys=reloaded.waiting)
 
 
 def _listening(host: str, port: int, workers: int) -> list[list[socket.socket]]:

@@ -23,6 +23,7 @@ SERIES = {
     "detgate_lane_waiting": {"pool"},
     "detgate_inside": {"pool"},
     "detgate_paused": {"pool"},
+    "detgate_paused_since_seconds": {"pool"},
     "detgate_paused_waiting": {"pool"},
     "detgate_readings": set(),
     "detgate_refusals": {"code"},

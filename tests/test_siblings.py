@@ -73,13 +73,13 @@ def test_settings_arrive_as_they_were_sent_secrets_and_all() -> None:
     settings = Settings.load(None, {}, given)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(framed(Start(1, settings, None, resume=True, new_run=False)))
+        ours.sendall(framed(Start(1, settings, None, 7, resume=True, new_run=False)))
         begin: Start = first(theirs)
     assert begin.settings == settings
     assert begin.settings.digest() == settings.digest()
     assert begin.settings.auth.api_keys[0].get_secret_value() == "a key"
     assert begin.settings.pools[0].api_key == settings.pools[0].api_key
-    assert (begin.number, begin.picture, begin.resume, begin.new_run) == (1, None, True, False)
+    assert (begin.number, begin.picture, begin.pictured, begin.resume, begin.new_run) == (1, None, 7, True, False)
 
 
 def test_the_first_value_is_read_before_there_is_a_loop() -> None:

@@ -192,6 +192,32 @@ async def test_one_that_dies_is_replaced_and_what_it_had_is_lost_by_nobody(tmp_p
             assert not any(map(_alive, (await pids(gate, 3))[1:]))
 
 
+async def test_a_worker_that_is_replaced_has_what_the_last_reload_left_and_what_was_changed_since(
+    tmp_path: Path,
+) -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        async with ready(tmp_path, config(server, pool("policy", worker.url))) as (gate, fresh):
+
+            async def replicas() -> set[tuple[str, ...]]:
+                told = [(await fresh.ask("GET", "/admin/replicas")).json()["policy"] for _ in range(8)]
+                return {tuple(replica["name"] for replica in each) for each in told}
+
+            async def add(name: str) -> None:
+                new = {"name": name, "url": worker.url}
+                assert (await fresh.ask("POST", "/admin/pools/policy/replicas", json=new)).status_code == 201
+
+            await add("before")
+            await fresh.ask("POST", "/admin/weights", json={"version": "1"})
+            gate.signal(signal.SIGHUP)
+            await gate.logged("reloaded")
+            await add("since")
+            os.kill((await pids(gate, 2))[0], signal.SIGKILL)
+            await pids(gate, 3)
+            assert await replicas() == {("policy-0", "since")}
+            shown = [(await fresh.ask("GET", "/admin/weights")).json()["policy"]["version"] for _ in range(8)]
+            assert set(shown) == {"1"}
+
+
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)

@@ -96,6 +96,16 @@ class Deeds(Protocol):
         """Others are gone, and their claims were ended. Whether that is written down: else it is told again."""
 
 
+class Follower(Protocol):
+    """Follows the changes of a run (`gateway.shared.series`)."""
+
+    def tell(self) -> None:
+        """It is about to take part: the store is told what stands, since it may lack it. Raises `StoreFault`."""
+
+    def newest(self, number: int) -> None:
+        """The number of the last change, as it is now."""
+
+
 class Part:
     """Whether and how this gateway takes part."""
 
@@ -106,6 +116,7 @@ class Part:
         """What calls carry; None: it does not take part."""
         self.peers: dict[str, None] = {}
         """All that were seen to take part, this one too."""
+        self.follower: Follower | None = None
         self._refused: Sequence[bytes] = ()
         """The store's answer, where that keeps it from taking part."""
         self.keys = scripts.keys(run, terms.gateway)
@@ -126,6 +137,11 @@ class Part:
     def why_not(self) -> Fault | None:
         """What keeps it from taking part, where it is not the store's silence."""
         return self._refusal(self._refused) if self._refused else None
+
+    @property
+    def lapsed(self) -> bool:
+        """It may be taken for gone."""
+        return asyncio.get_running_loop().time() > self._leased_until
 
     async def join(self) -> bytes:
         """Wait until it takes part, `timeouts.store` at most; what calls carry.
@@ -192,6 +208,8 @@ class Part:
             return
         self._leased_until = sent + terms.lease
         self._see(answer[1])
+        if self.follower is not None:
+            self.follower.newest(int(answer[4]))
         for gateway, claims in zip(answer[2][::2], answer[2][1::2], strict=True):
             log.warning("a gateway is gone", run=self.run, gateway=gateway.decode(), claims=int(claims))
         self._written = ()
@@ -204,8 +222,12 @@ class Part:
         """One try. It leaves `connection` set, or `why_not`, or is to be tried again."""
         terms, link, loop = self._terms, self._link, asyncio.get_running_loop()
         settled = int(await link.call(scripts.SETTLED, scripts.MEETING, ()))
+        told = 0
         while True:
             generation, sent = link.generation, loop.time()
+            if self.follower is not None and generation != told:
+                self.follower.tell()
+                told = generation
             answer = await link.call(
                 scripts.TAKE_PART,
                 self.keys,
@@ -228,6 +250,8 @@ class Part:
                 case b"open":
                     self._leased_until = sent + terms.lease
                     self._enter(generation, Memory(int(answer[1]), answer[2].decode()), answer[3])
+                    if self.follower is not None:
+                        self.follower.newest(int(answer[4]))
                     return
                 case b"report":
                     await self._report(answer[2].decode(), int(answer[3]))
@@ -251,8 +275,7 @@ class Part:
         self._in.set()
 
     async def _report(self, memory: str, number: int) -> None:
-        lapsed = asyncio.get_running_loop().time() > self._leased_until
-        telling = await self._deeds.since(number, lapsed=lapsed)
+        telling = await self._deeds.since(number, lapsed=self.lapsed)
         words: list[bytes | str | int] = []
         for count, deed in enumerate(telling.deeds, 1):
             words += deed

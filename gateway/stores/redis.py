@@ -177,6 +177,10 @@ class RedisStore:
         if (left := self._runs.get(run)) is not None:
             left.hide()
 
+    def part(self, run: str) -> Part:
+        """The part that this gateway takes in a run."""
+        return self._run(run).part
+
     def _run(self, name: str) -> SharedRun:
         if name not in self._runs:
             self.serve(name)

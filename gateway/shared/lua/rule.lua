@@ -52,7 +52,9 @@ local function keep_until(time, retention)
     call('HSET', H, '@until', at)
     call('PEXPIREAT', H, at)
     call('PEXPIREAT', R, at)
-    for _, key in ipairs({'beats', 'gone', 'ends', 'missing', 'awaited'}) do
+    for _, key in ipairs({
+        'beats', 'gone', 'ends', 'missing', 'awaited', 'changes', 'changes:list', 'changes:heard', 'changes:removed'
+    }) do
         call('PEXPIREAT', PREFIX .. key, at)
     end
     for _, gateway in ipairs(call('ZRANGE', PREFIX .. 'beats', 0, -1)) do

@@ -1,6 +1,7 @@
 -- A gateway takes part in a run, or learns what stands in its way.
---   open, epoch, memory, tokens    it takes part: its connection counts from now on, and earlier ones do not; the claims
---                                  that are kept as its own
+--   open, epoch, memory, tokens, changes
+--                                  it takes part: its connection counts from now on, and earlier ones do not; the claims
+--                                  that are kept as its own, and the number of the last change (changes.lua)
 --   report, epoch, memory, number  it must first tell what it did: all after its call of that number
 --   wait, epoch, memory, ms        others must
 --   differs, settings              the run began with other settings that decide
@@ -109,4 +110,4 @@ call('ZREM', gone, gateway)
 for _, key in ipairs({missing, beats}) do
     call('PEXPIREAT', key, call('HGET', H, '@until'))
 end
-return {'open', epoch, memory, call('HKEYS', C)}
+return {'open', epoch, memory, call('HKEYS', C), number_of(call('HGET', PREFIX .. 'changes', 'number'))}
