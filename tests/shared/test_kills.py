@@ -22,7 +22,7 @@ from tests.harness import FakeWorker, Reply, Seen, chat, completion
 from tests.processes import Process, serving
 from tests.redis_server import RedisServer, until
 
-ROUNDS = int(os.environ.get("ROUNDS", "3"))
+ROUNDS = int(os.environ.get("ROUNDS", "2"))
 GATEWAYS, CLIENTS, PAUSE = 3, 8, 0.03
 
 CONFIGURATION = """\
