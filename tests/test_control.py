@@ -25,6 +25,8 @@ SERIES = {
     "detgate_paused": {"pool"},
     "detgate_paused_since_seconds": {"pool"},
     "detgate_paused_waiting": {"pool"},
+    "detgate_connections": set(),
+    "detgate_held_bytes": set(),
     "detgate_readings": set(),
     "detgate_refusals": {"code"},
     "detgate_reasons": {"reason"},
