@@ -130,7 +130,7 @@ async def test_liveness_answers_under_load(carrier: CarrierName) -> None:
         reply.sse()
         while not stop.is_set():
             reply.chunk(CHAT.events[0])
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
         for event in CHAT.events:
             reply.chunk(event)
         reply.end()
