@@ -116,13 +116,15 @@ class Record:
             self._sessions.leave(work.session, trouble, work.interaction, answer_id)
         if work.claim is not None and work.scope is not None:
             used = answer.delivered or (started and _good_so_far(work))
-            if not work.completed:
-                work.completed = True
-                work.raced = await self._store.complete(work.scope, work.claim.index)
-            # First the record: should the process be killed in between, the store ends what it still has for open.
-            if (run := _recorded(work)) is not None:
-                self._close_record(work, run, used, now)
-            await self._store.settle(work.scope, work.claim.index, used=used)
+            try:
+                if not work.completed:
+                    work.completed = True
+                    work.raced = await self._store.complete(work.scope, work.claim.index)
+            finally:  # its client may leave at this moment too
+                # First the record: should the process be killed in between, the store ends what it still has for open.
+                if (run := _recorded(work)) is not None:
+                    self._close_record(work, run, used, now)
+                await self._store.settle(work.scope, work.claim.index, used=used)
         self._count(work)
         pool = asked.pool.name if asked is not None else ""
         route = asked.route if asked is not None else "unknown"
