@@ -3,10 +3,24 @@
 --   scope, session, kind, bytes, index, content, key, latest repeat, whether it raced, how it stands, what it is about,
 --   and its live claims by their tokens, each with "o" or "e" before it, parted by commas
 -- Kind is "n" where the client numbered. It stands "u" (used), "r" (released) or "m" (used, and of its bytes many asked).
--- Told again it changes nothing. What another has told already stays: used wins.
+-- Told again it changes nothing. What another has told already stays: used wins. Of an index that went to another before
+-- it was told of nothing is taken in.
 local gateway, memory = ARGV[1], ARGV[2]
 if call('HGET', H, '@memory') ~= memory or not is_server(call('HGET', H, '@server')) then
     return {'away'}
+end
+
+-- Whether an index that this memory has issued already was issued for what is told of now. If not, that was told too late:
+-- it has the index no more.
+local function is_its_own(kind, session, raw, index, key, bound)
+    if kind == 'n' then
+        return true
+    elseif key ~= '' then
+        local kept = call('HGET', H, session .. 'k' .. key)
+        return kept and string.sub(kept, 1, 17 + #written(index)) == scope .. written(index) .. '|'
+    end
+    local asked = not bound and read_asked(raw)
+    return asked and (asked.index == index or asked.index == MANY)
 end
 
 local function tell(at)
@@ -26,10 +40,14 @@ local function tell(at)
     if head.kind == '' then
         head.kind = kind
     end
+    put(session .. 'g' .. gateway, '1')
+    if not (fresh or is_its_own(kind, session, raw, index, key, bound)) then
+        close()
+        return
+    end
     if race then
         put(scope .. 'r' .. written(index), '1')
     end
-    put(session .. 'g' .. gateway, '1')
 
     local used = stands ~= 'r'
     local named = bound ~= nil or key ~= '' or kind == 'n'
