@@ -158,14 +158,15 @@ def none_delivered_unnoted(view: _View) -> Iterator[str]:
 
 
 def same_index_again(view: _View) -> Iterator[str]:
-    """A request that is asked again keeps its index, and with it its seed."""
+    """A request that is asked again keeps its index, and with it its seed, unless it is told that the store forgot."""
     repeats: dict[bytes, list[int]] = defaultdict(list)
     for claim in view.world.claims:
         if not claim.waited:
             repeats[claim.raw].append(claim.repeat)
     had: dict[tuple[str, int], set[int]] = defaultdict(set)
     for _, record in view.opened:
-        had[record["digest"], record["epoch"]].add(record["index"])
+        if "epoch" not in record["flags"]:
+            had[record["digest"], record["epoch"]].add(record["index"])
     for (digest, epoch), indices in had.items():
         raw = bytes.fromhex(digest)
         request, *twins = view.by_digest[digest]
