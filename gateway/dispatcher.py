@@ -19,7 +19,7 @@ from gateway.lanes import Lane, Place
 from gateway.sending import Job, Outcome, Sending
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
-from gateway.upstream import Broken, Exchange
+from gateway.upstream import Broken, Exchange, Late
 
 BROKEN_STATUS = (500, 502, 504)
 """Answers that speak against the replica. 4xx speaks against its request, 503 of its load."""
@@ -124,6 +124,10 @@ class Dispatcher:
                     avoid.add(replica.name)
                     replica.failed(error.blame, error.reason)
                 self._go_on(job, replica, error, broke, attempts, avoid)
+                continue
+            except Late:  # this gateway stood still for so long that its place may be another's
+                sending.end()
+                attempts -= 1
                 continue
             except BaseException:
                 self._count(sending, "aborted")
@@ -305,10 +309,16 @@ class Dispatcher:
         head = b"%b %b%b HTTP/1.1\r\n%b%b%bcontent-length: %d\r\n\r\n" % (
             job.method, replica.prefix, job.target, replica.head, own, job.headers, len(body),
         )  # fmt: skip
+        if not sending.admitted():
+            raise Late
         job.replicas.append(replica.name)
         exchange = None if fresh else replica.connections.again(head, body)
         if exchange is None:
-            exchange = await replica.connections.send(head, body, fresh=fresh)
+            try:
+                exchange = await replica.connections.send(head, body, fresh=fresh, still=sending.admitted)
+            except Late:
+                job.replicas.pop()
+                raise
         sending.sent = exchange
         if sending.computes:
             replica.enter()

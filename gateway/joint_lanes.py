@@ -51,6 +51,9 @@ class JointLane(Lane):
         key = sortable(priority, index, cast(tuple[tuple[int, int, str], ...], names), sample)
         return JointPlace(rank, claim=Claim(self.name, self._replica, key))
 
+    def holds(self, place: Place) -> bool:
+        return self._places.holds(_claim(place))
+
     async def turn(self, place: Place) -> None:
         claim = _claim(place)
         await self._places.turn(claim)

@@ -77,6 +77,10 @@ class Lane:
             )
         return place
 
+    def holds(self, place: Place) -> bool:
+        """Whether a place is one in the lane at this moment, and nobody else's."""
+        return place.taken
+
     async def turn(self, place: Place) -> None:
         """Wait until a place in the queue has become one in the lane, or is woken."""
         if place.taken:

@@ -111,6 +111,10 @@ class Sending:
         assert self.sent is not None
         return self.sent
 
+    def admitted(self) -> bool:
+        """Its place in a lane, if it needs one, is its own at this moment."""
+        return self.lane is None or self.lane.holds(self.place)
+
     @property
     def under_way(self) -> bool:
         """The replica has the request and has not ended its answer."""

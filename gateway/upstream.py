@@ -63,6 +63,10 @@ class Broken(Exception):
         """The connection had been idle and closed without a byte: the replica most likely never saw the request."""
 
 
+class Late(Exception):
+    """What was to be sent must not be sent any more."""
+
+
 @cache
 def trust(settings: ReplicaTls = _SYSTEM) -> ssl.SSLContext:
     """The certificates that replicas are believed by, the system's or a pool's own. One for requests and probes alike.
@@ -418,10 +422,21 @@ class Connections:
         self._sweeper: asyncio.TimerHandle | None = None
         self._tls = trust(tls) if self.address.tls else None
 
-    async def send(self, head: bytes, body: bytes, *, fresh: bool = False) -> Exchange:
-        """Send one request (`head` ends with the empty line) and give its exchange. Raises `Broken("connect")`."""
+    async def send(
+        self, head: bytes, body: bytes, *, fresh: bool = False, still: Callable[[], bool] = lambda: True
+    ) -> Exchange:
+        """Send one request (`head` ends with the empty line) and give its exchange. Raises `Broken("connect")`.
+
+        `still`: whether it may be sent when there is a connection, which takes time. Raises `Late` where it may not.
+        """
         exchange = None if fresh else self.again(head, body)
-        return exchange or self._sent(await self._connect(), head, body, reused=False)
+        if exchange is not None:
+            return exchange
+        connection = await self._connect()
+        if not still():
+            self._keep(connection, connection.loop.time())
+            raise Late
+        return self._sent(connection, head, body, reused=False)
 
     def again(self, head: bytes, body: bytes) -> Exchange | None:
         """The same on a connection that is open already; None: there is none."""
@@ -438,7 +453,10 @@ class Connections:
 
     def keep(self, connection: Connection) -> None:
         """Take back a connection whose exchange is complete."""
-        connection.idle_since = self.heard
+        self._keep(connection, self.heard)
+
+    def _keep(self, connection: Connection, since: float) -> None:
+        connection.idle_since = since
         self._idle.append(connection)
         if self._sweeper is None:
             self._sweeper = asyncio.get_running_loop().call_later(self.idle_seconds, self._sweep)

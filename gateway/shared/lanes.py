@@ -131,7 +131,7 @@ class Places:
 
     async def turn(self, claim: Claim) -> None:
         """Wait until a place is one in its lane; or it is woken while it still waits. Raises as `join`."""
-        while claim.state != "in" or time.monotonic() >= self._until:
+        while not self.holds(claim):
             if claim.state == "new":
                 await self.join((claim,))
             elif claim.state == "in":
@@ -147,6 +147,10 @@ class Places:
                     claim.turn = None
                 if claim.state == "waiting":
                     return
+
+    def holds(self, claim: Claim) -> bool:
+        """Whether a place is one in its lane, by a lease that has not run out."""
+        return claim.state == "in" and time.monotonic() < self._until
 
     def leave(self, claim: Claim) -> None:
         """Give a place up, in the lane or in its queue. Harmless when repeated."""

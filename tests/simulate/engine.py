@@ -75,6 +75,12 @@ class Engine:
             self.inside.remove(inside)
             inside.until = self.loop.time()
 
+    def die(self) -> None:
+        """It is gone, and what was in it with it."""
+        self.up = False
+        for inside in tuple(self.inside):
+            self.let_go(inside)
+
     def tell(self, path: str) -> httpx.Response:
         """What it answers to a question about itself."""
         if path == "/v1/models":

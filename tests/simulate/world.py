@@ -230,6 +230,7 @@ class World:
             # Of several in a batch an engine does not tell which it has left: here those count that somebody wants.
             alike = [other for other in self.engines.values() if other.pool == "policy"]
             others = [each for other in alike for each in other.inside if each.wanted]
+        others = [each for each in others if not self._untold(each)]
         if len(others) <= (POLICY_LIMIT if engine.pool == "policy" else 1):
             return
         member = self.members.get(inside.gateway)
@@ -237,6 +238,11 @@ class World:
         if sending is None or "lane-uncertain" not in sending.job.flags:
             who = ", ".join(f"{each.name} of {each.gateway} since {each.since:.3f}" for each in others)
             self.crowded.append(f"{self.loop.time():.3f} {engine.name}: {who}")
+
+    def _untold(self, inside: Inside) -> bool:
+        """Whether the store may have forgotten the place of a request, whose gateway stands still and cannot tell."""
+        member = self.members.get(inside.gateway)
+        return self.epochs_began and member is not None and member.process.still_until > self.loop.time()
 
     async def _start(self) -> None:
         """One more gateway."""
@@ -292,7 +298,7 @@ class World:
             case "leave":
                 process.strike(fault.steps, lambda: self._leave(name, fault.who))
             case "flap":
-                engine.up = False
+                engine.die()
                 network.cut(engine.name)
                 self.loop.call_later(seconds, setattr, engine, "up", True)
             case "breaks":
