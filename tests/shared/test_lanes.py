@@ -263,6 +263,19 @@ async def test_a_join_that_is_run_late_takes_no_place() -> None:
         assert first.state == "in"
 
 
+async def test_what_a_gateway_told_by_an_earlier_connection_and_is_run_late_frees_no_place() -> None:
+    async with RedisServer() as server, linked(server.url) as link, places(link, keep=False) as home:
+        await home.turn(claim())
+        told = home._args("enrol", 1, 0)
+        link.generation += 1
+        await home._renew()
+        taken = claim("other")
+        await home.turn(taken)
+        assert await link.call(lanes.SCRIPT, (home._root,), told) == [b"late"]
+        assert await home.inside(claim()) == 1
+        assert (await home.tally("other", "r")).open == 1
+
+
 async def test_who_is_cancelled_while_it_asks_leaves_nothing_behind() -> None:
     async with RedisServer() as server, linked(server.url) as link, places(link, keep=False) as home:
         await home.join([claim("other")])

@@ -270,6 +270,10 @@ function operations.enrol()
     if redis.call('EXISTS', root .. 'gone:' .. token) == 1 then
         return { 'gone' }
     end
+    local _, heard = leased(token)
+    if connection < heard then
+        return { 'late' }
+    end
     local before, count = ARGV[FIRST] == '1', tonumber(ARGV[FIRST + 1])
     local server, forgot = identity(redis.call('GET', root .. 'about'))
     local known = redis.call('HEXISTS', root .. 'gateways', token) == 1
