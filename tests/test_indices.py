@@ -851,6 +851,33 @@ async def test_nor_does_it_where_the_store_is_slow(stream: bool, monkeypatch: py
             await wire.body()
 
 
+async def test_a_request_that_is_cancelled_while_it_is_being_ended_gives_its_index_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held, complete = Held(), MemoryStore.complete
+    ending: list[asyncio.Task[Any] | None] = []
+
+    async def stuck(store: MemoryStore, key: ScopeKey, index: int, *, sure: bool = False) -> bool:
+        raced = await complete(store, key, index, sure=sure)
+        ending.append(asyncio.current_task())
+        await asyncio.Event().wait()
+        return raced
+
+    async with gate_of(held) as (_, gate), Wire(gate.port) as wire:
+        with monkeypatch.context() as patched:
+            patched.setattr(MemoryStore, "complete", stuck)
+            wire.post(f"/sessions/s{CHAT}", raw(chat("a")))
+            await held.arrived.wait()
+            wire.leave()
+            await gate.until(lambda: len(ending) == 1)
+            assert ending[0] is not None
+            ending[0].cancel()
+            await gate.until(lambda: any(record["event"] == "closed" for record in gate.records()))
+        held.go.set()
+        again = await gate.http.post(f"/sessions/s{CHAT}", content=raw(chat("a")))
+        assert again.headers["x-detgate-index"] == "0"
+
+
 async def test_strict_refuses_a_race_and_says_what_to_do() -> None:
     held = Held()
     async with (

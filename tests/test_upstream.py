@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.upstream import Broken, Connection, Connections, Exchange
+from gateway.upstream import Broken, Connection, Connections, Exchange, Late
 from tests.harness import FakeWorker, Reply, Seen
 
 
@@ -336,3 +336,17 @@ async def test_a_replica_that_does_not_close_is_not_waited_for_for_long(monkeypa
     async with left() as (slow, exchange):
         await exchange.left()
         assert slow.got == b""
+
+
+async def test_what_may_not_be_sent_any_more_when_there_is_a_connection_is_not_sent() -> None:
+    async with FakeWorker() as worker:
+        connections = Connections(worker.url)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: 2\r\n\r\n"
+        with pytest.raises(Late):
+            await connections.send(head, b"{}", still=lambda: False)
+        assert worker.seen == []
+        exchange = connections.again(head, b"{}")
+        assert exchange is not None, "the connection is kept for the next"
+        await exchange.finished()
+        assert len(worker.seen) == 1
+        connections.close()

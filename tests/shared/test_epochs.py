@@ -344,6 +344,29 @@ async def test_a_gateway_that_tells_late_is_heard_and_its_sessions_are_served_ag
                 assert (claim.index, claim.flags, claim.epoch) == (2, (), 1)
 
 
+async def test_what_is_told_too_late_of_an_index_that_went_to_another_binds_nobody_to_it() -> None:
+    async with RedisServer() as server, Front(server.port) as front:
+        await server.meet()
+        async with (
+            store(server.url, terms(lease=LEASE), seconds=5, strict=False) as one,
+            store(front.url, terms(lease=LEASE), seconds=0.3, strict=False) as late,
+        ):
+            assert await numbered(one, key("a"), ask("a")) == [0]
+            assert await numbered(late, key("b"), ask("x")) == [0]
+            assert await numbered(late, key("b"), ask("y", "K")) == [1]
+            await met(one, 2)
+            front.target = 1
+            front.cut()
+            await server.ask("FLUSHALL")
+            claims = await served(one, key("b"), ask("p"), ask("q"))
+            assert [(claim.index, claim.flags) for claim in claims] == [(0, ("epoch",)), (1, ("epoch",))]
+            front.target = server.port
+            await joined(late, 1)
+            again = await served(late, key("b"), ask("x", repeat=1), ask("y", "K"))
+            assert [claim.index for claim in again] == [2, 3]
+            assert "retry-unmatched" in again[0].flags
+
+
 async def test_until_all_have_told_requests_wait_and_are_then_refused() -> None:
     async with RedisServer() as server, Front(server.port) as front:
         await server.meet()
