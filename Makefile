@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# Tests wait as often as they compute: two processes a core, but on machines that have many.
-PYTEST_ARGS ?= -n $(shell cores=$$(nproc); echo $$((cores < 8 ? 2 * cores : cores))) --dist worksteal
+PYTEST_ARGS ?= -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help simulate simulate-bugs test-kill test-soak run test lint docs lock vectors bench bench-check bench-scale soak sim-routing test-vllm test-sglang test-streams test-redis test-image test-langchain conformance fuzz test-fronts clean

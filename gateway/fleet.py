@@ -47,6 +47,8 @@ class Replica:
         health = everything.health
         self.vitals = Vitals(health.failures, health.successes, health.breaks)
         self.reason = "not probed yet"
+        self.refusals = 0
+        """Sendings to which no server listened."""
         self.draining = False
         self.facts = Facts()
         self.models: list[dict[str, Any]] | None = None
@@ -138,6 +140,7 @@ class Replica:
     def failed(self, blame: Blame, reason: str) -> None:
         """A sending broke. Where no server listens the replica is down; breaks in a row open the breaker."""
         if blame == "refused":
+            self.refusals += 1
             self.probed("refused", reason)
         elif blame == "broke" and self.vitals.broke():
             self.reason = f"{self.vitals.breaks} requests in a row broke on it; the last: {reason}"

@@ -102,6 +102,7 @@ class Health:
 
     async def probe(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
         """Ask once, and note what comes of it."""
+        refusals = replica.refusals
         outcome, reason = await self._ask(http, pool, replica)
         before = replica.told
         if outcome == "ok" and (replica.models is None or replica.state != "up" or not replica.known):
@@ -111,6 +112,8 @@ class Health:
         elif outcome == "ok" and pool.engine.PREEMPTIONS is not None:
             await self._look_for_preemptions(http, pool, replica, *pool.engine.PREEMPTIONS)
         self.judge(pool, replica, before)
+        if outcome == "ok" and replica.refusals != refusals:
+            return  # it ended after it had answered: this pass is of before
         if replica.probed(outcome, reason):
             log.info("replica", pool=pool.name, replica=replica.name, state=replica.state, reason=reason)
         if not self.probed.is_set() and all(each.state != "unknown" for each in self._fleet.replicas):

@@ -31,9 +31,9 @@ class Process:
     def signal(self, sent: signal.Signals) -> None:
         self.process.send_signal(sent)
 
-    async def logged(self, words: str, times: int = 1) -> list[str]:
+    async def logged(self, words: str, times: int = 1, seconds: float = 10) -> list[str]:
         """Wait until there are so many lines with these words; all of them."""
-        async with self.news, asyncio.timeout(10):
+        async with self.news, asyncio.timeout(seconds):
             await self.news.wait_for(lambda: sum(words in line for line in self.lines) >= times)
         return [line for line in self.lines if words in line]
 

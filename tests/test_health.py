@@ -192,6 +192,29 @@ async def test_a_late_probe_is_no_failure_while_answers_come() -> None:
         assert subject.state == "down"
 
 
+async def test_a_pass_of_before_it_refused_is_none() -> None:
+    """A server that ends after it answered its probe, and refuses a request before that is judged, is down."""
+    subject = Probed(health={"successes": 1})
+    with respx.mock(base_url=URL) as engine:
+        engine.get("/health").respond(200)
+        models = engine.get("/v1/models").respond(200, json={})
+        engine.route().respond(404)
+        await subject.probe()
+        subject.replica.failed("refused", "no server listens")
+        assert subject.state == "down"
+
+        def ends(request: httpx.Request) -> httpx.Response:
+            subject.replica.failed("refused", "no server listens")
+            return httpx.Response(200, json={})
+
+        models.mock(side_effect=ends)
+        await subject.probe()
+        assert subject.state == "down"
+        models.respond(200, json={})
+        await subject.probe()
+        assert subject.state == "up"
+
+
 async def test_a_replica_is_asked_what_it_is_when_it_comes_up() -> None:
     subject = Probed(engine="sglang", models=[])
     with respx.mock(base_url=URL) as engine:

@@ -313,7 +313,7 @@ async def test_one_reward_at_a_time_over_three_gateways_of_which_one_is_killed(t
             # Without the process that started them they drain, the one that took the dead one's place too.
             await pids(gate, 4)
             gate.signal(signal.SIGKILL)
-            await gate.logged("has gone", 3)
+            await gate.logged("has gone", 3, seconds=30)
             async with asyncio.timeout(10):
                 while any(map(_alive, await pids(gate, 4))):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
