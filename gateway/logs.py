@@ -16,7 +16,8 @@ class _StandardError:
 
     def msg(self, message: str) -> None:
         with suppress(OSError):
-            print(message, file=sys.stderr, flush=True)
+            sys.stderr.write(f"{message}\n")  # in one piece: workers write to one pipe
+            sys.stderr.flush()
 
     debug = info = warning = error = exception = critical = msg
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from typing import Any
@@ -72,6 +73,25 @@ async def test_lines_about_the_control_plane_carry_the_clients_id_and_no_other_l
         told = [(line["event"], line.get("client_request_id")) for line in read(capsys)]
         assert ("fleet changed", "op-7") in told
         assert ("weights", None) in told
+
+
+def test_a_line_is_written_in_one_piece_since_workers_share_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pipe(io.StringIO):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pieces: list[str] = []
+
+        def write(self, text: str) -> int:
+            self.pieces.append(text)
+            return len(text)
+
+    pipe = Pipe()
+    monkeypatch.setattr("sys.stderr", pipe)
+    configure(Log(format="json"))
+    structlog.get_logger().info("one")
+    structlog.get_logger().info("two")
+    assert [json.loads(piece)["event"] for piece in pipe.pieces] == ["one", "two"]
+    assert all(piece.endswith("\n") for piece in pipe.pieces)
 
 
 def test_lines_are_json_or_for_people_and_below_the_level_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
