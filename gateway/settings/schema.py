@@ -317,7 +317,7 @@ class Limits(Section):
     queue: Count = Field(4096, description="Requests that may wait in one lane; past it 503.")
     sessions: Count = Field(100_000, description="Sessions made by `POST /sessions` that have not ended; past it 503.")
     scopes: Count = Field(
-        4096,
+        20_000,
         description="Counters in memory that remember one request each, or fewer that remember more (nine more count as"
         " another counter); those unused for longest go to a file in the run's folder.",
     )

@@ -23,7 +23,7 @@ from gateway.settings import Settings
 from gateway.shelf import Entries, Row, Shelf
 from gateway.stores import ScopeKey
 
-SCOPES = 4096
+SCOPES = 20_000
 
 WEIGHT = 8
 """What a scope weighs by itself; each request that it remembers adds one. Of memory, some 1,500 bytes against 170."""
