@@ -184,9 +184,17 @@ class Changes:
 
     def note(self, what: str, pool: Pool, replica: Replica, particulars: Mapping[str, Any]) -> None:
         """Write down what became of a replica, or became known of it."""
-        record = {"event": "fleet", "run": self._run, "change": what, "pool": pool.name, "replica": replica.name}
+        record = {
+            "event": "fleet",
+            "time": time.time(),
+            "run": self._run,
+            "change": what,
+            "pool": pool.name,
+            "replica": replica.name,
+            "fingerprint": replica.fingerprint or None,
+        }
         try:
-            self._ledger.opened({**record, "fingerprint": replica.fingerprint or None, **particulars})
+            self._ledger.opened({**record, **particulars})
         except StoreFault:
             log.error("a change of the fleet could not be recorded", change=what, replica=replica.name)
 

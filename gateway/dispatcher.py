@@ -346,8 +346,8 @@ class Dispatcher:
         """Raise if a broken call is not sent again."""
         if broke >= 2:
             raise UpstreamFault(
-                "Two replicas broke while they served this request, so it is sent to no third. "
-                f"The last, {replica.name}: {error.reason}.",
+                "A replica broke while it served this request, and so did the next that was tried, so it is sent no "
+                f"more. The last, {replica.name}: {error.reason}.",
                 code="suspected_poison",
             )
         kind = UpstreamTimeout if error.timeout else UpstreamFault

@@ -7,7 +7,7 @@ import dataclasses
 import ssl
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import structlog
@@ -41,6 +41,10 @@ COMING_AND_GOING = ("foreign-traffic", "fingerprint-changed")
 
 METRICS_SECONDS = 2.0
 """How long a replica may take to tell of its preemptions: a probe does not wait for it longer."""
+
+Others = Literal["before", "now", "none", "unsure"]
+"""Whether an engine had others' requests since the last look, has some now, has none, or may have: it has as many as
+ours have been, which come and go while it is asked."""
 
 Note = Callable[[str, Pool, Replica, dict[str, Any]], None]
 """Records what became known of a replica: what it is, its pool, itself, and the particulars."""
@@ -171,20 +175,23 @@ class Health:
     async def _look_for_strangers(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
         """See whether the engine has more requests than ours, or had since the last look.
 
-        What it has now is asked twice, since it may count one that has ended.
+        What it has now is asked twice before anything else is said of it than before: it may count one that has ended,
+        and not yet count one that was sent.
         """
-        has, had = await self._outnumbered(http, pool, replica)
-        if has and not had:
+        others = await self._others(http, pool, replica)
+        if others == ("none" if replica.foreign else "now"):
             await asyncio.sleep(CONFIRM_SECONDS)
-            has, had = await self._outnumbered(http, pool, replica)
-        if (has or had) and not replica.foreign:
+            others = await self._others(http, pool, replica)
+        if others == "none":
+            replica.foreign = False
+        elif others != "unsure" and not replica.foreign:
             log.warning("foreign traffic", pool=pool.name, replica=replica.name)
-        replica.foreign = has or had
+            replica.foreign = True
 
-    async def _outnumbered(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> tuple[bool, bool]:
-        """Whether the engine has more requests than ours, and whether it had since the last look."""
+    async def _others(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> Others:
+        """Whether others' requests are in the engine, or were since the last look."""
         if pool.engine.LOAD is None:
-            return False, False
+            return "none"
         replica.most_inside = replica.inside
         before = await self._tally(pool, replica)
         told = await _text(http, pool, replica, pool.engine.LOAD)
@@ -192,15 +199,20 @@ class Health:
             self._note_cache(pool, replica, exposition.label(told, *pool.engine.PREFIX_CACHE))
         after = await self._tally(pool, replica)
         if before is None or after is None:
-            return False, False
-        most = before.open + after.taken - before.taken if pool.lanes.shared else replica.most_inside
-        running = pool.engine.running(told)
-        has = running is not None and running > most + max(before.leaving, after.leaving)
+            return "unsure"
         done = pool.engine.done(told)
-        if done is None:
-            return has, False
-        watch = self._watches.setdefault(replica, Watch(exact=pool.engine.EXACT))
-        return has, watch.outdone(Look(done, before.taken, before.open + before.leaving, before.dropped, after.taken))
+        if done is not None:
+            watch = self._watches.setdefault(replica, Watch(exact=pool.engine.EXACT))
+            sent = Look(done, before.taken, before.open + before.leaving, before.dropped, after.taken)
+            if watch.outdone(sent):
+                return "before"
+        running = pool.engine.running(told) or 0
+        taken = after.taken - before.taken
+        most = before.open + taken if pool.lanes.shared else replica.most_inside
+        if running > most + max(before.leaving, after.leaving):
+            return "now"
+        throughout = after.open - taken
+        return "none" if running <= max(0, throughout) else "unsure"
 
     async def _tally(self, pool: Pool, replica: Replica) -> Tally | None:
         """What was sent to a replica, by this gateway or by all; None: no one knows of all."""

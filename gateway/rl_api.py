@@ -228,8 +228,8 @@ class _Routes:
         """The admin key alone, where there is one; else whoever may use the data plane."""
         if self._admin.needed:
             self._admin.check(key)
-        elif self._sessions.visitor(key).holder is not None:
-            raise Unauthorized("This key opens a session, and starts none.")
+        else:
+            self._sessions.may_create(key)
 
     async def _session(self, request: Request) -> Session:
         """The session whose key is given, or that is named by whoever may read it. Raises `Unauthorized`."""

@@ -150,6 +150,8 @@ class Runs:
             self.own = Run(settings, name, store, sessions, failed, named=settings.run is not None)
         except LedgerFault as fault:
             raise InvalidSettings([f"ledger.path: {fault.message}"]) from None
+        except RunBusy as fault:
+            raise InvalidSettings([f"run: {fault.message} Name another run, or use state: redis://."]) from None
         self._open = {name: self.own}
 
     def find(self, name: str) -> Run:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from fractions import Fraction
 from typing import Any
 
 from gateway.core.identity import Known
@@ -108,6 +110,21 @@ def restored(run: str, record: dict[str, Any]) -> Session:
         failed_reward=record.get("failed_reward"),
         holds=record.get("weights") == "hold",
     )
+
+
+def recalled(run: str, name: str, life: Iterable[dict[str, Any]]) -> Session:
+    """A session as the records of its life leave it; one that has none of them was used without being created."""
+    session = Session(Known(run, name, name), None)
+    for record in life:
+        if record["event"] == "session":
+            session = restored(run, record)
+        elif record["event"] == "session_weights":
+            again(session, record)
+        else:
+            reward = record["session_reward"]
+            session.state, session.why = record["state"], record["why"]
+            session.stands(None, session.interactions, None if reward is None else Fraction(reward))
+    return session
 
 
 class Created:

@@ -102,6 +102,11 @@ class Sessions:
         self._keys.check(key)
         return Visitor()
 
+    def may_create(self, key: bytes) -> None:
+        """Raises `Unauthorized` for a key by which no session may be created."""
+        if self.visitor(key).holder is not None:
+            raise Unauthorized("This key opens one session and creates none: send one of the gateway's own keys.")
+
     def find(self, visitor: Visitor, names: Named, own: str) -> Session | None:
         """The created session that a request is of; None: it is of none. `own`: the run where none is named.
 
@@ -112,8 +117,8 @@ class Sessions:
             self._sessions.get((names.run or own, names.session)) if names.session is not None else None
         )
         if found is None:
-            if self._forgotten and names.session is not None:
-                self._check_past(names.run or own, names.session)
+            if names.session is not None and self.has_ended(names.run or own, names.session):
+                raise Gone(f"Session {names.session} has ended. Create another.", code="session_ended")
             return None
         if found.key is not None and found is not visitor.holder and not visitor.trusted:
             raise Unauthorized(f"Session {found.known.session} was created with a key of its own: send that.")
@@ -123,9 +128,9 @@ class Sessions:
             self._touch(found)
         return found
 
-    def _check_past(self, run: str, session: str) -> None:
-        if run in self._past and self._past[run].get(f"ended {session}") is not None:
-            raise Gone(f"Session {session} has ended. Create another.", code="session_ended")
+    def has_ended(self, run: str, session: str) -> bool:
+        """Whether it is a session that is remembered no more but for having ended."""
+        return bool(self._forgotten) and run in self._past and self._past[run].get(f"ended {session}") is not None
 
     def _opened(self, holder: Session | None, names: Named) -> Session | None:
         """The session that a key opens, if that is the one that is named."""

@@ -20,6 +20,7 @@ from gateway.core.identity import Known, Location, Named
 from gateway.keys import AdminKey, given
 from gateway.runs import Run, Runs
 from gateway.session import Group, Session, Visitor, Wanted
+from gateway.session_records import recalled
 from gateway.sessions import PREFIX, Sessions
 from gateway.settings import Settings
 from gateway.stores import ScopeKey, Store
@@ -106,7 +107,7 @@ class Desk:
         key = given(dict(request.headers.raw))
         if not self._admin.holds(key):
             await self._sessions.prepared(self._runs.own.name, key)
-            self._sessions.visitor(key)
+            self._sessions.may_create(key)
         wanted = await read(request, Creation)
         if (wanted.group_size or 1) > self._most:
             why = f"A group of {wanted.group_size} is larger than limits.sessions, {self._most}."
@@ -161,6 +162,8 @@ class Desk:
     async def end(self, request: Request, failed: str | None = None) -> dict[str, Any]:
         """Let a session take no more requests; `failed` says why its work is worth nothing."""
         asked = await self.session(request)
+        if asked.session is None and self._sessions.has_ended(asked.run.name, asked.name):
+            return await self._uncreated(asked)
         if asked.session is None:
             return self._shown(await self._sessions.end_unknown(asked.run.name, asked.name, failed or None))
         await self._sessions.end(asked.session, failed or None)
@@ -258,10 +261,14 @@ class Desk:
         }
 
     async def _uncreated(self, asked: Asked) -> dict[str, Any]:
-        """A session that nobody created: what the ledger tells of it."""
+        """A session that nobody created, or that is remembered no more: what the ledger tells of it."""
         folder, _ = self._runs.reading(asked.run.name)
         found = await exports.of_session(folder, asked.name, None)
-        return self._shown(Session(Known(asked.run.name, asked.name, asked.name), None, open=found.open))
+        session = recalled(asked.run.name, asked.name, found.life)
+        session.open = found.open
+        if session.state == "open" and self._sessions.has_ended(asked.run.name, asked.name):
+            session.state = "ended"
+        return self._shown(session)
 
     def _next(self, run: str, session: str, name: str, order: str | None) -> int | None:
         """The next number of a session that counts as requests arrive; None where there is no such number."""

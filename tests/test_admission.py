@@ -642,6 +642,35 @@ async def test_foreign_traffic_is_told_of_while_it_lasts(name: EngineName, busy:
         assert guarantee(await score(gate, engine, "alone")) == ["balanced"]
 
 
+@both_engines
+async def test_a_look_that_proves_nothing_changes_nothing(name: EngineName) -> None:
+    """One of ours that is sent while the engine tells its count may be in it or not: strangers may have left or not."""
+    async with Engine(name, held=True) as engine, gateway(engine.pool(), health={"interval": 0.02}) as gate:
+        replica = gate.gateway.fleet.pools["reward"].replicas["reward-0"]
+        looked, tells = asyncio.Event(), asyncio.Event()
+
+        async def slow(probe: Seen, reply: Reply) -> None:
+            if probe.target in ("/metrics", "/v1/loads"):
+                looked.set()
+                await tells.wait()
+            await truth(probe, reply)
+
+        engine.strangers = 1
+        await gate.until(lambda: replica.foreign)
+        truth, engine.probes = engine.probe, slow
+        await looked.wait()
+        asking = score(gate, engine, "ours")
+        await engine.has_seen(1)
+        engine.strangers = 0
+        looked.clear()
+        tells.set()
+        await looked.wait()
+        assert replica.foreign
+        await gate.until(lambda: not replica.foreign)
+        engine.go.set()
+        assert guarantee(await asking) == ["balanced"]
+
+
 async def test_strict_refuses_while_there_is_foreign_traffic() -> None:
     async with Engine() as engine, gateway(engine.pool(), profile="strict") as gate:
         replica = gate.gateway.fleet.pools["reward"].replicas["reward-0"]

@@ -232,7 +232,7 @@ async def test_however_a_setting_is_given_a_process_that_differs_is_not_ready_an
 async def test_two_processes_cannot_have_one_run(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"ledger": {"path": str(tmp_path)}, "run": "r"}
     async with FakeWorker() as worker, gateway(pool("policy", worker.url), **settings):
-        with pytest.raises(Exception, match="Another process has run r"):
+        with pytest.raises(InvalidSettings, match="run: Another process has run r"):
             async with gateway(pool("policy", worker.url), **settings):
                 pass
 

@@ -336,8 +336,15 @@ async def test_the_keys_of_the_configuration_open_every_session_and_create_them(
         assert said(await ask(gate, "one", path=f"/sessions/a{CHAT}"))[0] == "a:0"
         assert said(await ask(gate, told["api_key"]))[0] == "a:1"
         assert refused(await ask(gate, None)) == (401, "invalid_api_key")
-        again = await gate.http.post("/sessions", json={"identity": "a"}, headers=bearer(told["api_key"]))
-        assert again.status_code == 201
+
+
+@pytest.mark.parametrize("settings", [{}, {"auth": {"api_keys": ["one"]}}])
+async def test_the_key_of_a_session_creates_none(settings: dict[str, Any]) -> None:
+    async with gate_of(**settings) as (_, gate):
+        told = await create(gate, "a", key="one")
+        answer = await gate.http.post("/sessions", json={"identity": "b"}, headers=bearer(told["api_key"]))
+        assert refused(answer) == (401, "invalid_api_key")
+        assert refused(await gate.http.get("/sessions/b"))[0] in (401, 404)
 
 
 async def test_who_may_look_at_a_session() -> None:
@@ -730,6 +737,21 @@ async def test_what_ended_long_ago_is_gone_and_its_ordinal_taken(monkeypatch: py
         assert refused(await gate.http.post(f"/sessions/a0{CHAT}", json=chat())) == (410, "session_ended")
         assert (await gate.http.post(f"/sessions/new{CHAT}", json=chat())).status_code == 200
         assert (await create(gate, "a0"))["session_id"] == "a0-1"
+
+
+async def test_what_is_remembered_no_more_is_read_as_it_ended(tmp_path: Path) -> None:
+    async with gate_of(limits={"sessions": 1}) as (_, gate):
+        made = await create(gate, "a", seed=7, order=3)
+        await ask(gate, made["api_key"])
+        before = (await gate.http.delete("/sessions/a?failed=why")).json()
+        for name in ("b", "c"):
+            await create(gate, name)
+            await gate.http.delete(f"/sessions/{name}")
+        assert gate.gateway.sessions.session(gate.gateway.run, "a") is None
+        assert (before["state"], before["why"], before["seed"], before["order"]) == ("failed", "why", 7, 3)
+        assert (await gate.http.get("/sessions/a")).json() == before
+        assert (await gate.http.delete("/sessions/a")).json() == before
+        assert sum(record["event"] == "session_ended" for record in gate.records()) == 3
 
 
 async def test_a_restart_takes_no_more_memory_than_the_run_took(tmp_path: Path) -> None:

@@ -73,9 +73,17 @@ def upstream(headers: Headers) -> bytes:
 
 
 def downstream(headers: Headers) -> bytes:
-    """The replica's fields that the client gets, as lines. Length and framing belong to the carrier."""
+    """The replica's fields that the client gets, as lines. What this gateway alone may say of an answer is never among
+    them. Length and framing belong to the carrier.
+    """
     dropped = _with_named(_NOT_DOWNSTREAM, headers)
-    return b"".join([b"%b: %b\r\n" % field for field in headers if field[0] not in dropped])
+    return b"".join(
+        [
+            b"%b: %b\r\n" % (name, value)
+            for name, value in headers
+            if name not in dropped and not name.startswith(b"x-detgate-")
+        ]
+    )
 
 
 def lines(headers: Headers) -> bytes:

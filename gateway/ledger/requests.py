@@ -88,6 +88,9 @@ class Requests:
         """Claims of gateways that are gone, whose ends were found: another may have written one down too."""
         self.gateways: set[str] = set()
         """Those that wrote what was found."""
+        self.life: list[dict[str, Any]] = []
+        """Of the one session that is asked for, the records of its creation, the weights it is held to, and its end."""
+        self._alone = session is not None
         wanted = None if session is None else b'"session":' + orjson.dumps(session) + b","
         segments = []
         for number, file in enumerate(self._files):
@@ -170,6 +173,8 @@ class Requests:
         return record.get("event") != "opened" or (session, record["identity"], record["index"]) in (self._among or ())
 
     def _note(self, record: dict[str, Any], span: Span) -> None:
+        if self._alone and record.get("event") in ("session", "session_weights", "session_ended"):
+            self.life.append(record)
         match record:
             case {"event": "session", "session": str(session), "submission": order}:
                 self._order[session] = order

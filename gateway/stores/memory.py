@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import marshal
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
@@ -198,7 +199,14 @@ class MemoryStore:
         used = record.get("complete", False)
         self._end(key, index, used=used)
         names = {name: record[name] for name in ("run", "session", "identity", "index")}
-        return {"event": "closed", **names, "outcome": "failed", "error": "gateway-lost", "used": used}
+        return {
+            "event": "closed",
+            "time": time.time(),
+            **names,
+            "outcome": "failed",
+            "error": "gateway-lost",
+            "used": used,
+        }
 
     def _end(self, key: ScopeKey, index: int, *, used: bool) -> None:
         scope = self._scopes[key]

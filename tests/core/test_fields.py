@@ -34,11 +34,12 @@ def test_everything_else_goes_upstream_in_order_and_repeated() -> None:
     assert lines.endswith(b"user-agent: me\r\naccept: a\r\naccept: b\r\n")
 
 
-def test_a_replicas_server_date_and_framing_stay_behind_and_its_cookies_pass() -> None:
+def test_a_replicas_server_date_framing_and_promises_stay_behind_and_its_cookies_pass() -> None:
     headers: Headers = [
         (b"server", b"uvicorn"), (b"date", b"x"), (b"set-cookie", b"a=1"), (b"set-cookie", b"b=2"),
         (b"content-length", b"3"), (b"transfer-encoding", b"chunked"), (b"connection", b"x-hop"), (b"x-hop", b"1"),
         (b"content-type", b"text/plain"), (b"access-control-allow-origin", b"*"), (b"access-control-max-age", b"9"),
+        (b"x-detgate-guarantee", b"strict"), (b"x-detgate-seed", b"1"),
     ]  # fmt: skip
     kept: Headers = [(b"set-cookie", b"a=1"), (b"set-cookie", b"b=2"), (b"content-type", b"text/plain")]
     assert fields.downstream(headers) == fields.lines(kept) == b"".join([b"%b: %b\r\n" % field for field in kept])

@@ -190,6 +190,49 @@ async def test_a_reset_with_nowhere_else_to_go(route: Route) -> None:
         assert again.headers["x-detgate-index"] == "0"
 
 
+@pytest.mark.parametrize("profile", ["balanced", "strict"])
+@both_carriers
+async def test_what_breaks_two_replicas_or_its_home_twice_is_sent_to_no_third(
+    profile: str, carrier: CarrierName
+) -> None:
+    async with FakeWorker(resetting) as one, FakeWorker(resetting) as two, FakeWorker(resetting) as three:
+        workers = (one, two, three)
+        pool = CHAT.pool(*(worker.url for worker in workers))
+        async with gateway(pool, carrier=carrier, profile=profile) as gate:
+            broken = await gate.http.post(f"/sessions/s{CHAT.path}", json=CHAT.body())
+            assert (broken.status_code, broken.json()["error"]["code"]) == (502, "suspected_poison")
+            assert sorted(len(worker.seen) for worker in workers) == ([0, 1, 1] if profile == "balanced" else [0, 0, 2])
+            for worker in workers:
+                worker.script = CHAT.polite
+            again = await gate.http.post(f"/sessions/s{CHAT.path}", json=CHAT.body())
+            assert (again.status_code, again.headers["x-detgate-index"]) == (200, "0")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@both_carriers
+async def test_a_replica_cannot_speak_for_the_gateway(stream: bool, carrier: CarrierName) -> None:
+    """A gateway behind this one, or a replica that says what it likes: its X-Detgate headers reach no client."""
+    false = [("X-Detgate-Guarantee", "strict"), ("x-detgate-seed", "1"), ("x-detgate-made-up", "1")]
+
+    async def boastful(seen: Seen, reply: Reply) -> None:
+        if stream:
+            reply.head(200, ("content-type", "text/event-stream"), *false)
+            for event in CHAT.events:
+                reply.chunk(event)
+            reply.end()
+        else:
+            reply.head(200, ("content-type", "application/json"), *false, length=len(CHAT.answer))
+            reply.writer.write(CHAT.answer)
+
+    async with FakeWorker(boastful) as worker, gateway(CHAT.pool(worker.url), carrier=carrier) as gate:
+        answer = await gate.http.post(CHAT.path, json=CHAT.body(stream=stream))
+        assert answer.headers.get_list("x-detgate-guarantee") == ["balanced; unverified"]
+        assert answer.headers.get_list("x-detgate-seed") == [str(gate.records()[0]["seed"])]
+        assert "x-detgate-made-up" not in answer.headers
+        counted = await gate.http.post("/tokenize", json=CHAT.body())
+        assert not {"x-detgate-seed", "x-detgate-made-up"} & set(counted.headers)
+
+
 async def test_a_request_that_was_sent_is_not_sent_again_where_that_is_set() -> None:
     """With routing.retry_sent off, a reset after the request was sent is the client's to judge (miles#1334)."""
     routing = {"retry_sent": False, "slack": "inf"}
