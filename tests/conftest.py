@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,11 @@ from hypothesis import settings
 settings.register_profile("repeats", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=20_000, deadline=None)
 settings.load_profile("repeats")
+
+
+def pytest_xdist_auto_num_workers() -> int | None:
+    """`-n auto`: two more processes than cores, since many tests wait for others."""
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else (os.cpu_count() or 1) + 2
 
 
 @pytest.hookimpl(tryfirst=True)

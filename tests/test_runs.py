@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -23,7 +22,7 @@ from gateway.runs import Run
 from gateway.sessions import Sessions
 from gateway.settings import InvalidSettings, Settings
 from gateway.stores.memory import MemoryStore
-from tests import killing
+from tests import killing, ports
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
 
 ROOT = Path(__file__).parent.parent
@@ -205,8 +204,7 @@ async def test_however_a_setting_is_given_a_process_that_differs_is_not_ready_an
         (tmp_path / "other.yaml").write_text(json.dumps(file | {"client_seed": "reject"}))
         if "--config" not in flags:
             flags = ["--config", "gateway.yaml", *flags]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = ports.free()
     env = {name: value for name, value in os.environ.items() if not name.startswith("DETGATE_")} | environment
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "gateway", command, *flags, "--port", str(port), "--ledger", str(tmp_path)),

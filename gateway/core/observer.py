@@ -16,31 +16,63 @@ _UNLIKE = (AttributeError, KeyError, TypeError, ValueError)
 """What reading JSON raises that is not shaped as any of the APIs."""
 
 
+TOGETHER = 16
+"""Events of a chat that are read at once: each alone would find the processor's caches full of something else."""
+
+SMALL = 1024
+"""Bytes of a chunk that may wait to be read."""
+
+_LINE_END, _BRACE = b"\n{"
+
+
 class Observer(Seen):
     """Watches one streamed answer."""
 
-    __slots__ = ("_splitter",)
+    __slots__ = ("_patient", "_splitter", "_unread")
 
     def __init__(self, api: Api, kind: Kind, choices: int = 1) -> None:
         super().__init__(api, kind, choices)
         self._splitter = Splitter(EVENT_LIMIT)
+        self._unread: list[bytes] = []
+        """Chunks that are an event each, neither the last nor an error's."""
+        self._patient = api == "openai" or api == "native"
+        """No event but `[DONE]` and errors can be the last."""
 
     def feed(self, chunk: bytes) -> None:
         """Read what came. Never raises: what cannot be read makes the content digest None."""
         splitter = self._splitter
         # Most chunks are one whole event, and most of those one line.
         end = len(chunk) - 2
-        if end > 0 and splitter.empty:
-            if chunk.find(b"\n") == end and chunk[end + 1] == 0x0A and chunk.startswith(b"data: "):
-                self._data(chunk[6:end])
+        alone = splitter.empty and end > 6
+        if alone and chunk.find(b"\n") == end and chunk[end + 1] == _LINE_END and chunk.startswith(b"data: "):
+            if self._patient and end < SMALL and chunk[6] == _BRACE and chunk.find(b'"error"') < 0:
+                self._unread.append(chunk)
+                if len(self._unread) == TOGETHER:
+                    self._catch_up()
                 return
-            if chunk.find(b"\n\n") == end:
-                self._data(payload(chunk[:end]))
-                return
+            self._catch_up()
+            self._data(chunk[6:end])
+            return
+        self._catch_up()
+        if alone and chunk.find(b"\n\n") == end:
+            self._data(payload(chunk[:end]))
+            return
         for event in splitter.feed(chunk):
             self._data(payload(event))
         if splitter.skipped:
             self.blind = True
+
+    def result(self) -> Observed:
+        """All of it, as it is now."""
+        self._catch_up()
+        return super().result()
+
+    def _catch_up(self) -> None:
+        unread = self._unread
+        if unread:
+            self._unread = []
+            for chunk in unread:
+                self._data(chunk[6:-2])
 
     def whole(self, body: bytes, value: Any) -> Observed:
         """Read an answer that came in one piece. `value`: what its JSON holds; None where it is no JSON."""

@@ -9,7 +9,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -20,6 +19,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from tests import ports
 from tests.deploy import image
 from tests.deploy.compose import together
 from tests.harness import MODEL, FakeWorker
@@ -59,12 +59,6 @@ async def container(environment: Path, folder: Path, **told: str) -> AsyncIterat
         yield process
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
-
-
 async def healthy(port: int) -> None:
     """Wait until the image's own health check passes."""
     await passing(image.health_check(), DETGATE_PORT=str(port))
@@ -83,7 +77,7 @@ async def passing(check: list[str], **variables: str) -> None:
 
 
 async def test_it_starts_answers_a_dummy_key_and_drains(environment: Path, tmp_path: Path) -> None:
-    port = free_port()
+    port = ports.free()
     async with FakeWorker() as worker:
         told = {"DETGATE_PORT": str(port), "DETGATE_WORKER_URLS": worker.url, "DETGATE_INSECURE": "true"}
         async with container(environment, tmp_path, **told) as process:
@@ -121,7 +115,7 @@ async def services(environment: Path, folder: Path) -> AsyncIterator[int]:
     """The services of docker-compose.yml as processes: each its own command, at ports of this machine. Gives the
     gateway's port when its health check passes."""
     told = together(["docker-compose.yml"], {"DETGATE_WORKERS": "2"})["services"]
-    ports = {name: free_port() for name in ("policy-0", "policy-1", "reward-0", "redis", "gateway")}
+    ports = {name: ports.free() for name in ("policy-0", "policy-1", "reward-0", "redis", "gateway")}
     config = (ROOT / "deploy" / "compose" / "gateway.yaml").read_text()
     commands = {"redis": [*told["redis"]["command"], "--port", str(ports["redis"]), "--dir", str(folder)]}
     for name in ("policy-0", "policy-1", "reward-0"):

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -19,6 +18,7 @@ import pytest
 import yaml
 
 from gateway.sim import SimServer, SimSettings
+from tests import ports
 from tests.docs_tables import exported
 from tests.harness import Gate, gateway, pool
 
@@ -109,8 +109,7 @@ async def prometheus(folder: Path, port: int) -> AsyncIterator[httpx.AsyncClient
     config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{port}"]}]
     file = folder / "prometheus.yml"
     file.write_text(yaml.safe_dump(config))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        own = free.getsockname()[1]
+    own = ports.free()
     process = await asyncio.create_subprocess_exec(
         *(program("prometheus"), f"--config.file={file}", f"--storage.tsdb.path={folder / 'data'}"),
         *(f"--web.listen-address=127.0.0.1:{own}", "--log.level=warn"),

@@ -19,8 +19,7 @@ from typing import Any
 
 import httpx
 
-from tests import matrix
-from tests.engines import servers
+from tests import matrix, ports
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 60.0
@@ -75,7 +74,7 @@ def gateway(folder: Path, *pools: dict[str, Any], hash_seed: int = 0, **settings
     Raises `NotReady`, and on leaving `AssertionError` where it does not end with status 0.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    port = servers.free_port()
+    port = ports.free()
     configuration = {"pools": list(pools), "port": port, "ledger": {"path": str(folder / "ledger")}} | settings
     file = folder / "gateway.yaml"
     file.write_text(json.dumps(configuration))

@@ -10,7 +10,6 @@ when it does not come up.
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from tests import ports
 from tests.engines import install
 
 HERE = Path(__file__).resolve().parent
@@ -116,7 +116,7 @@ def models() -> Path:
 
 def start(spec: Spec, log: Path) -> Server:
     """Start one server on a free port and do not wait for it."""
-    port = free_port()
+    port = ports.free()
     script = HERE / f"start_{spec.engine}.sh"
     command = [
         str(script),
@@ -136,14 +136,6 @@ def start(spec: Spec, log: Path) -> Server:
             start_new_session=True,
         )
     return Server(spec, f"http://127.0.0.1:{port}", log, process)
-
-
-def free_port() -> int:
-    """A port of loopback that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_ready(server: Server, deadline: float) -> None:

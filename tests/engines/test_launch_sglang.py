@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from gateway.launch import Role, Wish, load
+from tests import ports
 from tests.engines import gates, install, servers
 from tests.engines.commands import detgate
 from tests.engines.parsed import parsed, profiles, words
@@ -61,7 +62,7 @@ def started(folder: Path, role: Role) -> Iterator[Server]:
                        f'exec {install.python("sglang")} {launch} "$@"\n')  # fmt: skip
     program.chmod(0o755)
     script = ROOT / "deploy" / "engines" / ("sglang-hopper.sh" if role == "generate" else "sglang-hopper-reward.sh")
-    port = servers.free_port()
+    port = ports.free()
     log = folder / "sglang.log"
     variables = {
         "SGLANG_USE_CPU_ENGINE": "1",

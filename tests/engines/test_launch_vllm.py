@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from gateway.engines import vllm
+from tests import ports
 from tests.engines import install, servers
 from tests.engines.parsed import parsed, profiles, words
 from tests.engines.servers import Server
@@ -64,7 +65,7 @@ def started(folder: Path, **environment: str) -> Iterator[Server]:
         f'#!/bin/sh\nshift\nmodel=$1\nshift\nexec {install.python("vllm")} -m {module} --model "$model" "$@"\n'
     )
     program.chmod(0o755)
-    port = servers.free_port()
+    port = ports.free()
     log = folder / "vllm.log"
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with log.open("wb") as output:

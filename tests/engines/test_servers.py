@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import ports
 from tests.engines import servers
 from tests.engines.servers import DidNotStart, Server, Spec
 
@@ -30,7 +31,7 @@ child.wait()
 
 def running(program: str, log: Path) -> Server:
     """A program as a server that has just been started."""
-    port = servers.free_port()
+    port = ports.free()
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-c", program, str(port)], stdout=output, stderr=output, start_new_session=True

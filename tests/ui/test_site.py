@@ -60,7 +60,11 @@ async def test_replicas_their_state_load_and_findings_are_told() -> None:
 
 
 async def test_what_keeps_a_pool_from_serving_is_told() -> None:
-    async with FakeWorker() as worker, FakeWorker() as other, gateway(pool("policy", worker.url, other.url)) as gate:
+    async with (
+        FakeWorker() as worker,
+        FakeWorker() as other,
+        gateway(pool("policy", worker.url, other.url), health={"interval": 3600}) as gate,
+    ):
         await gate.http.post("/admin/pools/policy/replicas/policy-1/drain")
         await gate.http.post("/admin/weights", json={"version": "<u>step-1"})
         await gate.http.post("/admin/weights/pause")
