@@ -68,10 +68,11 @@ def build(settings: Settings, runs: Runs, sessions: Sessions, fleet: Fleet, sibl
     async def replicas() -> dict[str, Any]:
         return {pool.name: [_shown(replica) for replica in pool.replicas.values()] for pool in fleet}
 
-    @router.post("/pools/{pool}/replicas", status_code=201, summary="Take a replica in")
+    @router.post("/pools/{pool}/replicas", status_code=201, summary="Take a replica in, or one back that was drained")
     async def add(pool: str, replica: ReplicaSettings) -> dict[str, Any]:
         into = pool_of(pool)
-        if any(replica.name == other.name for other in fleet.replicas):
+        taken = next((other for other in fleet.replicas if other.name == replica.name), None)
+        if taken is not None and not (taken.draining and taken is into.replicas.get(replica.name)):
             raise Conflict(f"There is a replica {replica.name!r} already.", code="replica_exists", param="name")
         await siblings.change(Change("add", pool, replica.name, replica))
         return _shown(into.replicas[replica.name])

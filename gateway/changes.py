@@ -163,6 +163,8 @@ class Changes:
         for wanted in then.pools:
             pool = self._fleet.pools.get(wanted.name)
             if pool is not None:
+                for name in [name for name, replica in pool.replicas.items() if replica.draining]:
+                    self.remove(pool, name)
                 self._match(pool, {replica.name: replica for replica in wanted.replicas})
         ours = now.model_dump(exclude={"pools": {"__all__": {"replicas"}}})
         theirs = then.model_dump(exclude={"pools": {"__all__": {"replicas"}}})

@@ -80,6 +80,9 @@ def build(
         if (down := store.why_down(run.name)) is not None:
             ready = False
             why_not.insert(0, down)
+        if (unwritable := run.ledger.unwritable()) is not None:
+            ready = False
+            why_not.insert(0, unwritable)
         if run.differs:
             ready = False
             why_not.insert(0, f"run {run.name} began with other settings: {', '.join(run.differs)}")
@@ -240,4 +243,6 @@ def _errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
+        if where == "body" and not request.headers.get("content-type", "").startswith("application/json"):
+            return refusal(CallerFault("The body must be JSON, sent with Content-Type: application/json."))
         return refusal(CallerFault(f"{where}: {first['msg']}", param=where))

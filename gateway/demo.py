@@ -10,9 +10,10 @@ from typing import Any
 
 import structlog
 
+from gateway import addresses
 from gateway.assembly import Gateway
 from gateway.logs import configure
-from gateway.serve import Server, check_ports
+from gateway.serve import Server
 from gateway.settings import InvalidSettings, Settings
 from gateway.settings.sources import merged
 from gateway.sim import SimServer, SimSettings
@@ -55,7 +56,7 @@ async def _serve(flags: Mapping[str, Any], resume: bool, new_run: bool) -> None:
         if settings.workers > 1:
             raise InvalidSettings([f"workers: the demo is one process, not {settings.workers}; use detgate serve"])
         configure(settings.log)
-        check_ports(settings)
+        addresses.check(settings)
         gateway = Gateway(settings, resume=resume, new_run=new_run)
         own = gateway.runs.own
         if own.differs:

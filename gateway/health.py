@@ -105,23 +105,32 @@ class Health:
                 await asyncio.sleep(pause)
 
     async def probe(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
-        """Ask once, and note what comes of it."""
-        refusals = replica.refusals
-        outcome, reason = await self._ask(http, pool, replica)
-        before = replica.told
-        if outcome == "ok" and (replica.models is None or replica.state != "up" or not replica.known):
-            await self._introduce(http, pool, replica)
-        if outcome == "ok" and pool.role == "reward":
-            await self._look_for_strangers(http, pool, replica)
-        elif outcome == "ok" and pool.engine.PREEMPTIONS is not None:
-            await self._look_for_preemptions(http, pool, replica, *pool.engine.PREEMPTIONS)
-        self.judge(pool, replica, before)
+        """Ask once, and note what comes of it. What no reader of its answers foresaw counts against the replica."""
+        refusals, before = replica.refusals, replica.told
+        try:
+            outcome, reason = await self._met(http, pool, replica)
+            self.judge(pool, replica, before)
+        except Exception as error:
+            outcome, reason = "bad", f"what it tells cannot be read: {type(error).__name__}"
         if outcome == "ok" and replica.refusals != refusals:
             return  # it ended after it had answered: this pass is of before
         if replica.probed(outcome, reason):
             log.info("replica", pool=pool.name, replica=replica.name, state=replica.state, reason=reason)
         if not self.probed.is_set() and all(each.state != "unknown" for each in self._fleet.replicas):
             self.probed.set()
+
+    async def _met(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> tuple[Outcome, str]:
+        """Ask whether it lives, and what it is and does if that is to be known."""
+        outcome, reason = await self._ask(http, pool, replica)
+        if outcome == "ok" and (replica.models is None or replica.state != "up" or not replica.known):
+            refusal = await self._introduce(http, pool, replica)
+            if refusal:
+                outcome, reason = "bad", refusal
+        if outcome == "ok" and pool.role == "reward":
+            await self._look_for_strangers(http, pool, replica)
+        elif outcome == "ok" and pool.engine.PREEMPTIONS is not None:
+            await self._look_for_preemptions(http, pool, replica, *pool.engine.PREEMPTIONS)
+        return outcome, reason
 
     def note(self, pool: Pool, replica: Replica, verdict: Verdict) -> None:
         """Write a verdict down, unless it stands already."""
@@ -244,8 +253,8 @@ class Health:
             return "ok", "answers its probe"
         return "bad", f"{pool.engine.PROBE} answers {answer.status_code}"
 
-    async def _introduce(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
-        """Learn what a replica that came up is."""
+    async def _introduce(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> str:
+        """Learn what a replica that came up is. Why it would answer no request; "": nothing is known against it."""
         said = await introduce(http, replica.url, _key(pool), pool.engine)
         replica.models = said.models
         replica.known = said.whole
@@ -254,11 +263,13 @@ class Health:
         if said.whole and said.fingerprint != replica.fingerprint:
             self._identify(pool, replica, said.fingerprint)
         self._fleet.learnt()
+        return said.refusal
 
     def _identify(self, pool: Pool, replica: Replica, fingerprint: str) -> None:
         """Note which engine a replica is now."""
         before, replica.fingerprint = replica.fingerprint, fingerprint
         replica.accepted = replica.accepted or fingerprint
+        replica.verified = self._passes.verdict(pool.settings, replica.name, fingerprint)
         told = {"fingerprint": fingerprint, "facts": replica.facts.known()}
         if not before:
             self._tell("introduced", pool, replica, **told)
@@ -274,7 +285,7 @@ def _refused(error: BaseException | None) -> bool:
             return all(map(_refused, error.exceptions))
         if error is None or absent(error):
             return error is not None
-        error = error.__cause__
+        error = error.__cause__ or error.__context__
     return False
 
 
@@ -283,7 +294,7 @@ async def _text(http: httpx.AsyncClient, pool: Pool, replica: Replica, route: st
         answer = await http.get(replica.url + route, headers=_key(pool))
     except httpx.HTTPError:
         return ""
-    return answer.text if answer.is_success else ""
+    return answer.content.decode("utf-8", "replace") if answer.is_success else ""
 
 
 def _key(pool: Pool) -> dict[str, str]:

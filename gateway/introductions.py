@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import orjson
 
 from gateway.core.fingerprint import fingerprint
 from gateway.core.types import Facts
@@ -25,6 +25,8 @@ class Introduction:
     """The entries of /v1/models; None where that was not answered in its shape."""
     whole: bool
     """Every question was answered, be it by a refusal; else it may know more than it said."""
+    refusal: str = ""
+    """Why it would answer no request; "": nothing is known against it."""
 
     @property
     def fingerprint(self) -> str:
@@ -36,7 +38,7 @@ async def introduce(http: httpx.AsyncClient, url: str, key: dict[str, str], engi
     routes = (MODELS, *engine.ASKS)
     answers = dict(zip(routes, await asyncio.gather(*(_ask(http, url + route, key) for route in routes)), strict=True))
     told = {
-        route: _read(answer.text) if answer.is_success else answer.status_code
+        route: _read(answer.content) if answer.is_success else answer.status_code
         for route, answer in answers.items()
         if answer is not None
     }
@@ -48,6 +50,7 @@ async def introduce(http: httpx.AsyncClient, url: str, key: dict[str, str], engi
         if isinstance(data, list)
         else None,
         all(answer is not None and answer.status_code < 500 for answer in answers.values()),
+        f"{MODELS} answers 401: it wants a key, or another (pools[].api_key)" if models == 401 else "",
     )
 
 
@@ -58,10 +61,10 @@ async def _ask(http: httpx.AsyncClient, url: str, key: dict[str, str]) -> httpx.
         return None
 
 
-def _read(text: str) -> dict[str, Any] | str:
+def _read(body: bytes) -> dict[str, Any] | str:
     """A JSON object, or the text of what is none."""
     try:
-        told = json.loads(text)
-    except ValueError:
-        return text
-    return told if isinstance(told, dict) else text
+        told = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        told = None
+    return told if isinstance(told, dict) else body.decode("utf-8", "replace")

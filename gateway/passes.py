@@ -71,7 +71,7 @@ class Passes:
             return
         if (stamp := (state.st_mtime_ns, state.st_size)) != self._read:
             self._verdicts = {}
-            for line in self._file.read_text("utf-8").splitlines():
+            for line in self._file.read_text("utf-8", "replace").splitlines():
                 if (told := _verdict(line)) is not None:
                     self._take(*told)
             self._read = stamp

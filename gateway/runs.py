@@ -31,10 +31,23 @@ class RunBusy(Busy):
     code = "run_busy"
 
 
+class OtherState(Busy):
+    """The run's indices are kept elsewhere: here nobody knows which were given away."""
+
+    code = "run_differs"
+
+    def __init__(self, run: str, *, shared: bool) -> None:
+        there, here = ("memory", "redis://…") if shared else ("redis://…", "memory")
+        super().__init__(
+            f"Run {run} began with state: {there}, and this gateway has state: {here}. Name another run.",
+            retry_after=60,
+        )
+
+
 class Run:
     """One run that this process serves: its folder locked, its counters restored, its ledger open.
 
-    Raises `RunBusy`, and `LedgerFault` where its folder cannot be written.
+    Raises `RunBusy`, `OtherState`, and `LedgerFault` where its folder cannot be written.
     """
 
     def __init__(
@@ -51,6 +64,8 @@ class Run:
         self.folder = settings.ledger.path / name
         self._store, self._sessions = store, sessions
         known = _known(self.folder)
+        if known and (known.get("state") == SHARED) != store.shared:
+            raise OtherState(name, shared=store.shared)
         self.resumed = bool(known)
         deciding = settings.deciding()
         self.differs = sorted(
@@ -58,12 +73,13 @@ class Run:
         )
         """Deciding settings that are not those the run began with: the process must not serve it."""
         self._lock: int | None = None
+        self._begun: Ledger | None = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not store.shared:
                 self._lock = _locked(self.folder)
             lost = self._restore(sessions)
-            self.ledger = Ledger(
+            self.ledger = self._begun = Ledger(
                 self.folder,
                 name,
                 segment_bytes=settings.ledger.segment_bytes,
@@ -88,7 +104,7 @@ class Run:
             raise LedgerFault(
                 f"The folder of run {name} cannot be written: {error.strerror}.", retry_after=5
             ) from error
-        except LedgerFault:
+        except BaseException:
             self._give_up()
             raise
         if not store.shared:
@@ -96,6 +112,7 @@ class Run:
 
     def close(self) -> None:
         """End it cleanly: nothing is in flight any more. Where the ledger lacks something, it stays unclean."""
+        self._begun = None
         whole = self.ledger.close()
         if whole and self._lock is not None:
             with suppress(OSError):
@@ -106,6 +123,8 @@ class Run:
         """Know nothing of it any more, and leave its folder to others."""
         self._store.close(self.name)
         self._sessions.end_run(self.name)
+        if self._begun is not None:
+            self._begun.abandon()
         if self._lock is not None:
             os.close(self._lock)
 
@@ -150,6 +169,8 @@ class Runs:
             self.own = Run(settings, name, store, sessions, failed, named=settings.run is not None)
         except LedgerFault as fault:
             raise InvalidSettings([f"ledger.path: {fault.message}"]) from None
+        except OtherState as fault:
+            raise InvalidSettings([f"state: {fault.message}"]) from None
         except RunBusy as fault:
             raise InvalidSettings([f"run: {fault.message} Name another run, or use state: redis://."]) from None
         self._open = {name: self.own}

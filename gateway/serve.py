@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import resource
 import signal
@@ -17,6 +16,7 @@ from typing import Any
 import structlog
 import uvicorn
 
+from gateway import addresses
 from gateway.assembly import Gateway
 from gateway.carriers.http1 import Carrier, Plane
 from gateway.core.types import Request
@@ -73,24 +73,8 @@ def _allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def check_ports(settings: Settings) -> None:
-    """Raises `InvalidSettings` where a port is another's, before a run is begun in vain."""
-    admin_host = settings.admin_host or settings.host
-    for key, host, port in (("port", settings.host, settings.port), ("admin_port", admin_host, settings.admin_port)):
-        try:
-            for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM) if port else ():
-                with socket.socket(family) as tried:
-                    tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    tried.bind(address)
-        except OSError as error:
-            # What else is wrong with an address the server itself finds out.
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                why = str(error.strerror).lower()
-                raise InvalidSettings([f"{key}: cannot listen on {host}:{port}: {why}; choose another port"]) from None
-
-
 async def _alone(settings: Settings, load: Callable[[], Settings], resume: bool, new_run: bool) -> None:
-    check_ports(settings)
+    addresses.check(settings)
     gateway = Gateway(settings, resume=resume, new_run=new_run)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, gateway, load)
     await _serve(gateway, Server(gateway))

@@ -19,6 +19,7 @@ from typing import Any
 
 import structlog
 
+from gateway import addresses
 from gateway.changes import Picture
 from gateway.logs import configure
 from gateway.settings import InvalidSettings, Settings
@@ -51,6 +52,7 @@ def run(settings: Settings, load: Callable[[], Settings], *, resume: bool = Fals
     configure(settings.log)
     for line in settings.warnings():
         log.warning(line)
+    addresses.check(settings)
     return asyncio.run(Workers(settings, load, resume=resume, new_run=new_run).run())
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tests.harness import FakeWorker, Reply, Seen, chat, completion, gateway, polite, pool
 
 
@@ -41,6 +43,30 @@ async def test_a_draining_replica_ends_what_it_has_and_gets_nothing_more() -> No
         release.set()
         assert (await running).headers["x-detgate-replica"] == "policy-0"
         assert gate.in_flight("policy-0") == 0
+
+
+@pytest.mark.parametrize("how", ["added", "reloaded"])
+async def test_a_replica_that_was_drained_is_taken_back(how: str) -> None:
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
+        replicas = gate.gateway.fleet.pools["policy"].replicas
+        await gate.http.post("/admin/pools/policy/replicas/policy-0/drain")
+        assert (await gate.http.post("/v1/chat/completions", json=chat())).status_code == 503
+        if how == "added":
+            own = {"name": "policy-0", "url": worker.url}
+            assert (await gate.http.post("/admin/pools/policy/replicas", json=own)).status_code == 201
+            assert (await gate.http.post("/admin/pools/policy/replicas", json=own)).status_code == 409
+        else:
+            gate.gateway.changes.reload(gate.gateway.settings, gate.gateway.settings)
+        await gate.until(lambda: replicas["policy-0"].usable)
+        assert (await gate.http.post("/v1/chat/completions", json=chat())).status_code == 200
+
+
+async def test_a_body_that_is_not_said_to_be_json_is_refused_with_what_to_do() -> None:
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
+        for headers in ({}, {"content-type": "application/x-www-form-urlencoded"}):
+            answer = await gate.http.post("/admin/weights", content=b'{"version":"v2"}', headers=headers)
+            assert answer.status_code == 400
+            assert "Content-Type: application/json" in answer.json()["error"]["message"]
 
 
 async def test_admin_routes_need_the_admin_key_when_there_is_one() -> None:

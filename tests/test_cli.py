@@ -289,18 +289,50 @@ def test_the_demo_is_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "detgate: workers: the demo is one process, not 2; use detgate serve\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "demo"])
+WORKERS = ["--set", "workers=2", "--state", "redis://127.0.0.1:1/0", "--run", "r"]
+
+
+@pytest.mark.parametrize("command", ["serve", "workers", "demo"])
 @pytest.mark.parametrize("key", ["port", "admin_port"])
 def test_a_port_that_is_taken_is_one_clear_line_and_no_run_is_begun(
     command: str, key: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Also where whoever has it would share it, as another gateway's workers do."""
     flags = [] if command == "demo" else ["--config", str(config)]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    if command == "workers":
+        command, flags = "serve", flags + WORKERS
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
         port = taken.getsockname()[1]
         flags += ["--ledger", str(tmp_path / "ledger"), "--set", f"{key}={port}"]
         assert main([command, *flags]) == 2
     line = f"{key}: cannot listen on 127.0.0.1:{port}: address already in use; choose another port"
     assert capsys.readouterr().err.endswith(f"detgate: {line}\n")
+    assert not (tmp_path / "ledger").exists()
+
+
+@pytest.mark.parametrize("more", [[], WORKERS])
+@pytest.mark.parametrize(
+    ("assignments", "said"),
+    [
+        (["host=no.such.host.invalid", "insecure=true"], "host: nobody has the name no.such.host.invalid: "),
+        (["host=192.0.2.1", "insecure=true"], "host: 192.0.2.1 is no address of this machine"),
+        (["admin_host=192.0.2.1", "admin_port=1", "insecure=true"], "admin_host: 192.0.2.1 is no address of this"),
+        (["tls.cert=FILE"], "tls.cert: "),
+    ],
+)
+def test_where_nothing_can_listen_no_run_is_begun(
+    assignments: list[str],
+    said: str,
+    more: list[str],
+    config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--config", str(config), "--ledger", str(tmp_path / "ledger"), "--port", "0", *more]
+    for assignment in assignments:
+        flags += ["--set", assignment.replace("FILE", str(config))]
+    assert main(["serve", *flags]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"detgate: {said}")
     assert not (tmp_path / "ledger").exists()
 
 

@@ -70,8 +70,12 @@ async def test_fail_refuses_before_anything_goes_upstream_and_loses_no_index(tmp
                 assert int(refused.headers["retry-after"]) > 0
             assert len(worker.seen) == 1
             assert (await gate.http.get("/livez")).status_code == 200
+            unready = await gate.http.get("/readyz")
+            assert unready.status_code == 503
+            assert unready.json()["why"] == ["The ledger cannot be written: File too large."]
             assert await errors(gate) >= 3
             free(gate)
+            assert (await gate.http.get("/readyz")).status_code == 200
             assert [index(await ask(gate, text)) for text in ("c", "b")] == [2, 1]
             assert len(await gate.logged("the ledger cannot be written")) == 1
             assert len(await gate.logged("the ledger can be written again")) == 1

@@ -16,6 +16,7 @@ from gateway.core.vitals import Outcome
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.health import LONGEST_PAUSE, Health
 from gateway.settings import Settings
+from tests import ports
 from tests.field.clock import jumping
 from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, Wire, chat, completion, delta, gateway, polite, pool
 
@@ -26,11 +27,11 @@ UNWATCHED = {"interval": 3600.0}
 
 
 class Probed:
-    """A pool of one replica that respx plays, and what probes it."""
+    """A pool of one replica that respx plays, or that is at `url`, and what probes it."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, url: str = URL, **settings: Any) -> None:
         health = {"interval": 2.0, "timeout": 10.0} | settings.pop("health", {})
-        loaded = Settings.load(None, {}, {"pools": [pool("policy", URL, **settings)], "health": health})
+        loaded = Settings.load(None, {}, {"pools": [pool("policy", url, **settings)], "health": health})
         self.fleet = Fleet(loaded)
         self.health = Health(loaded, self.fleet)
 
@@ -169,6 +170,64 @@ async def test_a_refused_connection_or_an_unknown_name_is_proof_and_anything_els
     assert subject.state == "down"
     await subject.probe(1, GOOD)
     assert subject.state == "up"
+
+
+async def test_a_port_that_nobody_listens_on_any_more_is_proof() -> None:
+    """Whatever the HTTP library makes of what the system said."""
+    subject = Probed(f"http://127.0.0.1:{ports.free()}")
+    await subject.probe(transport=GOOD)
+    assert subject.state == "up"
+    await subject.probe()
+    assert subject.state == "down"
+
+
+async def test_a_replica_that_wants_another_key_is_down_and_says_so() -> None:
+    async def picky(seen: Seen, reply: Reply) -> None:
+        if seen.target == "/health" or seen.header("authorization") == "Bearer right":
+            reply.json({"data": [{"id": MODEL, "object": "model"}]})
+        else:
+            reply.json({"error": "Unauthorized"}, 401)
+
+    for key in (None, "wrong", "right"):
+        async with FakeWorker(probes=picky) as worker:
+            async with gateway(pool("policy", worker.url, api_key=key)) as gate:
+                answer = await gate.http.post(CHAT, json=chat())
+                if key == "right":
+                    assert answer.status_code == 200
+                    continue
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_healthy_replica")
+                assert "401: it wants a key, or another (pools[].api_key)" in answer.json()["error"]["message"]
+                assert (await gate.http.get("/readyz")).status_code == 503
+
+
+async def test_nothing_that_a_probe_meets_ends_the_probing() -> None:
+    """What no reader of an answer foresaw counts as a bad answer."""
+    odd: dict[str, tuple[str, str]] = {}
+
+    asked: list[str] = []
+
+    async def strange(seen: Seen, reply: Reply) -> None:
+        asked.append(seen.target)
+        kind, body = odd.get(seen.target, ("application/json", "{}"))
+        reply.head(200, ("content-type", kind), length=len(body))
+        reply.writer.write(body.encode())
+
+    async with FakeWorker(probes=strange) as worker, gateway(pool("policy", worker.url)) as gate:
+        replica = gate.gateway.fleet.pools["policy"].replicas["policy-0"]
+        for target, answer in (
+            ("/metrics", ("text/plain; charset=hex", "vllm:num_preemptions_total 1.0")),
+            ("/v1/models", ("application/json", "[" * 100_000)),
+            ("/v1/models", ("application/json", '{"data":[{"id":"\\ud800"}]}')),
+            ("/version", ("application/json", '{"version":"\\ud800"}')),
+        ):
+            odd[target] = answer
+            replica.known, replica.models = False, None
+            asked.clear()
+            await gate.until(lambda: asked.count("/health") > 2)
+            assert (await gate.http.get("/readyz")).status_code in (200, 503)
+            assert (await gate.http.get("/determinism")).status_code == 200
+            odd.clear()
+            await gate.until(lambda: replica.usable)
 
 
 async def test_a_late_probe_is_no_failure_while_answers_come() -> None:

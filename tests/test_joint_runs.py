@@ -10,7 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.settings import InvalidSettings
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, pool
+from tests.harness import gateway as whole
 from tests.redis_server import RedisServer
 from tests.test_joint_lanes import gateways
 
@@ -188,3 +190,23 @@ async def test_where_a_part_of_the_ledger_is_elsewhere_the_trainer_gets_nothing(
             await post(one, "/rl/end_session", {}, key)
             refused = await post(one, "/export_trajectories", {"session_id": "17"})
             assert (refused.status_code, refused.json()["error"]["code"]) == (409, "ledger_elsewhere")
+
+
+@pytest.mark.parametrize("first", ["memory", "redis"])
+async def test_a_run_stays_with_the_state_it_began_with(first: str, tmp_path: Path) -> None:
+    """The other kind of store knows nothing of the indices that it gave away."""
+    async with RedisServer() as server, FakeWorker() as worker:
+        given: dict[str, Any] = {"run": "r", "ledger": {"path": str(tmp_path)}}
+        states = {"memory": {"state": "memory"}, "redis": {"state": server.url}}
+        settings = {name: {**given, **state} for name, state in states.items()}
+        second = "redis" if first == "memory" else "memory"
+        async with whole(pool("policy", worker.url), **settings[first]):
+            with pytest.raises(InvalidSettings, match="state: Run r began with state: "):
+                async with whole(pool("policy", worker.url), **settings[second]):
+                    pass
+            async with whole(pool("policy", worker.url), **{**settings[second], "run": "other"}) as gate:
+                answer = await gate.http.post(CHAT, json=chat(), headers={"x-detgate-run": "r"})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "run_differs")
+        with pytest.raises(InvalidSettings, match="state: Run r began with state: "):
+            async with whole(pool("policy", worker.url), **settings[second], resume=True):
+                pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import subprocess
@@ -75,6 +76,29 @@ async def test_a_run_that_could_not_be_opened_is_opened_as_it_was_when_it_can(tm
         in_the_way.rmdir()
         other = (await gate.http.post("/sessions", json={"identity": "a", "run": "r"})).json()
         assert (made["session_id"], other["session_id"]) == ("a", "a-1")
+
+
+async def test_a_run_that_cannot_be_opened_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: Path, data: bytes) -> int:
+        if file.name.startswith("run.json"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), ledger={"path": str(tmp_path)}) as gate:
+        write = Path.write_bytes
+        monkeypatch.setattr(Path, "write_bytes", full)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            assert (await ask(gate, "a", **{"x-detgate-run": "x"})).status_code == 503
+        assert sorted(file.name for file in (tmp_path / "x").iterdir() if file.suffix != ".db") == ["lock"]
+        assert len(os.listdir("/proc/self/fd")) < before + 10
+        monkeypatch.undo()
+        (tmp_path / "x" / "1-1.jsonl").write_text('{"event":"opened","session":"s","identity":"s","index":0}\n')
+        for _ in range(2):
+            answer = await ask(gate, "a", **{"x-detgate-run": "x"})
+            assert answer.json()["error"]["code"] == "internal_error"
 
 
 async def test_what_was_in_flight_is_closed_as_lost_and_its_index_taken_again_by_its_bytes(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_what_cannot_be_served_ends_at_once_and_says_why_once(
     assert (status, text.count("nonsense is no option")) == (2, 1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         status, text = told("--state", "redis://127.0.0.1:1/0", "--port", str(taken.getsockname()[1]))
-        assert (status, text.count("cannot listen")) == (1, 1)
+        assert (status, text.count("cannot listen")) == (2, 1)
 
 
 async def test_what_a_worker_has_shown_counts_on_when_it_dies_right_after() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+import orjson
 
 OWNERS = ("vllm", "sglang")
 """Engines that name themselves in /v1/models."""
@@ -38,8 +39,8 @@ def numbers(value: Any) -> tuple[tuple[str, float], ...]:
     """The numbers of an object, or of its JSON text, sorted by name."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except ValueError:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError:
             return ()
     found = at(value)
     return tuple(sorted((name, told) for name, told in found.items() if type(told) in (int, float)))

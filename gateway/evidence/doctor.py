@@ -69,6 +69,8 @@ async def meet(http: httpx.AsyncClient, pool: Pool, replica: Replica) -> tuple[I
     """What a replica says of itself, and why it could not be asked: "" where it could."""
     engine = engines.load(pool.engine)
     said = await introduce(http, replica.url, key(pool), engine)
+    if said.refusal:
+        return said, said.refusal
     try:
         alive = await http.get(replica.url + engine.PROBE, headers=key(pool))
     except httpx.HTTPError as error:

@@ -127,6 +127,12 @@ class Ledger:
         if not (self._flushed() or self._lenient):
             raise self._fault()
 
+    def unwritable(self) -> str | None:
+        """Why no request may go on, if so: the ledger cannot be written now either."""
+        if not self.broken or self._lenient or self._flushed():
+            return None
+        return self._fault().message
+
     def flush(self) -> None:
         """Hand all that is held to the kernel. Raises `LedgerFault`."""
         if not self._flushed():
@@ -139,6 +145,14 @@ class Ledger:
         if whole:
             self.spare.unlink(missing_ok=True)
         return whole
+
+    def abandon(self) -> None:
+        """Write no more, and leave no file in which nothing stands."""
+        self.close()
+        for file in (self.file, self.spare):
+            with suppress(OSError):
+                if not file.stat().st_size:
+                    file.unlink()
 
     # --- the file
     def _begin(self) -> None:

@@ -60,8 +60,11 @@ def _words(value: object) -> object:
 
 
 def _secret(value: SecretStr) -> SecretStr:
-    if not value.get_secret_value():
+    key = value.get_secret_value()
+    if not key:
         raise PydanticCustomError("empty", "an empty key would open to everyone")
+    if key != key.strip() or not key.isprintable():
+        raise PydanticCustomError("key", "a key has no space or line end around it, and no control character")
     return value
 
 
@@ -100,6 +103,8 @@ def _nameless(value: SecretStr) -> SecretStr:
 def _sent(value: SecretStr) -> SecretStr:
     if hashed(value.get_secret_value()) is not None:
         raise PydanticCustomError("hash", "is sent to the replicas: it must be the key, not its hash")
+    if not value.get_secret_value().isascii():
+        raise PydanticCustomError("key", "is sent to the replicas in a header: ASCII alone")
     return value
 
 

@@ -85,6 +85,10 @@ def test_a_bad_url_is_refused_with_its_key(url: str, fault: str) -> None:
         ({"state": "redis://h:99999"}, "state: memory, or a URL such as redis://host:6379/0, is needed"),
         ({"auth": {"admin_key": ""}}, "auth.admin_key: an empty key would open to everyone"),
         ({"auth": {"api_keys": ["a", ""]}}, "auth.api_keys[1]: an empty key would open to everyone"),
+        (
+            {"auth": {"admin_key": "a\n"}},
+            "auth.admin_key: a key has no space or line end around it, and no control character",
+        ),
     ],
 )
 def test_a_value_out_of_its_range_is_refused(flags: dict[str, Any], expected: str) -> None:
