@@ -61,6 +61,8 @@ class Health:
         """What was counted when a replica was last asked, and when that was."""
         self._warned: set[tuple[str, str]] = set()
         """Findings that were logged, by replica or pool and rule: bounded by both."""
+        self._met_before: set[Replica] = set()
+        """Replicas that were judged at least once."""
         self._off = settings.profile == "off"
         self._settings = settings.health
         self._watching: dict[Replica, asyncio.Task[None]] = {}
@@ -89,6 +91,7 @@ class Health:
             self._watching.pop(replica).cancel()
             self._watches.pop(replica, None)
             self._preempted.pop(replica, None)
+            self._met_before.discard(replica)
         for replica, pool in present.items():
             if replica not in self._watching:
                 watching = self._watch(self._trust[pool.settings.tls], pool, replica)
@@ -144,14 +147,18 @@ class Health:
         """Find anew what speaks against a pool, if a replica tells something else than `before`, or canaries do."""
         before = before or replica.told
         replica.verified = self._passes.verdict(pool.settings, replica.name, replica.fingerprint)
-        if replica.told != before:
+        if replica.told != before or replica not in self._met_before:
+            self._met_before.add(replica)
             pool.judge()
             self._warn(pool)
 
     def _warn(self, pool: Pool) -> None:
-        """Log what is found, once."""
+        """Log what is found, once. Of replicas that were not asked yet nothing is known that could be said."""
+        unmet = {name for name, replica in pool.replicas.items() if replica not in self._met_before}
         for finding in pool.findings:
             key = (finding.replica or finding.pool, finding.id)
+            if finding.replica in unmet:
+                continue
             if self._off or finding.severity == "note" or finding.id in COMING_AND_GOING or key in self._warned:
                 continue
             self._warned.add(key)

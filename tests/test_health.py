@@ -6,15 +6,18 @@ import asyncio
 import errno
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import respx
+from structlog.testing import capture_logs
 
 from gateway.core.vitals import Outcome
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.health import LONGEST_PAUSE, Health
+from gateway.passes import Verdict
 from gateway.settings import Settings
 from tests import ports
 from tests.field.clock import jumping
@@ -228,6 +231,38 @@ async def test_nothing_that_a_probe_meets_ends_the_probing() -> None:
             assert (await gate.http.get("/determinism")).status_code == 200
             odd.clear()
             await gate.until(lambda: replica.usable)
+
+
+async def test_what_canaries_passed_on_is_not_warned_of_whoever_is_probed_first(tmp_path: Path) -> None:
+    slow = asyncio.Event()
+
+    async def late(seen: Seen, reply: Reply) -> None:
+        if seen.target == "/metrics":
+            await slow.wait()
+        reply.json({"data": [{"id": MODEL, "object": "model"}]})
+
+    async with FakeWorker() as one, FakeWorker(probes=late) as two:
+        given: dict[str, Any] = {"ledger": {"path": str(tmp_path)}}
+        slow.set()
+        async with gateway(pool("policy", one.url, two.url), **given) as gate:
+            of_pool = gate.gateway.fleet.pools["policy"]
+            for name, replica in of_pool.replicas.items():
+                verdict = Verdict(replica.fingerprint, apart=False, passed=True, at=1.0)
+                gate.gateway.health.note(of_pool, replica, verdict)
+                assert replica.reasons == ("unverified",), name
+        slow.clear()
+        with capture_logs() as logs:
+            starting = asyncio.create_task(warned(pool("policy", one.url, two.url), given))
+            while not any(log.get("replica") == "policy-0" and log["event"] == "replica" for log in logs):
+                await asyncio.sleep(0.01)
+            slow.set()
+            await starting
+        assert not [log for log in logs if log.get("finding") == "unverified"]
+
+
+async def warned(wanted: dict[str, Any], given: dict[str, Any]) -> None:
+    async with gateway(wanted, **given):
+        pass
 
 
 async def test_a_late_probe_is_no_failure_while_answers_come() -> None:
