@@ -22,6 +22,7 @@ from gateway.settings import Settings
 from tests import ports
 from tests.field.clock import jumping
 from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, Wire, chat, completion, delta, gateway, polite, pool
+from tests.redis_server import until
 
 CHAT = "/v1/chat/completions"
 URL = "http://replica:1"
@@ -253,8 +254,7 @@ async def test_what_canaries_passed_on_is_not_warned_of_whoever_is_probed_first(
         slow.clear()
         with capture_logs() as logs:
             starting = asyncio.create_task(warned(pool("policy", one.url, two.url), given))
-            while not any(log.get("replica") == "policy-0" and log["event"] == "replica" for log in logs):
-                await asyncio.sleep(0.01)
+            await until(lambda: any(log.get("replica") == "policy-0" and log["event"] == "replica" for log in logs))
             slow.set()
             await starting
         assert not [log for log in logs if log.get("finding") == "unverified"]
