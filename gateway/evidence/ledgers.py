@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import glob
+import heapq
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
+
+from gateway.ledger.requests import timed
 
 
 class Unusable(Exception):
@@ -51,9 +57,16 @@ class Source:
             return found
 
 
+Line = tuple[dict[str, Any], tuple[int, int]]
+"""A record, and its place."""
+
+
 @dataclass(slots=True)
 class Lines:
-    """Every record of a source with its place. `torn` counts, while reading, the lines that are no record."""
+    """Every record of a source with its place; those of several gateways in the order of their times.
+
+    `torn` counts, while reading, the lines that are no record.
+    """
 
     source: Source
     torn: int = 0
@@ -61,19 +74,51 @@ class Lines:
     """Bytes read so far."""
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        for number, file in enumerate(self.source.files):
-            offset = 0
-            with file.open("rb", buffering=1 << 20) as segment:
-                for line in segment:
-                    try:
-                        record = orjson.loads(line)
-                    except orjson.JSONDecodeError:
-                        self.torn += 1
-                    else:
-                        if type(record) is dict:
-                            yield number, offset, record
-                    offset += len(line)
-                    self.read += len(line)
+        for record, (segment, offset) in self._in_order():
+            yield segment, offset, record
+
+    def _in_order(self) -> Iterable[Line]:
+        files = self.source.files
+        gateways = [gateway_of(file) for file in files] if len(files) > 1 else []
+        by_writer: dict[str, list[Iterator[Line]]] = {}
+        for number, file in enumerate(files):
+            writer = (gateways[number] or file.name) if any(gateways) else ""
+            by_writer.setdefault(writer, []).append(self._segment(number, file))
+        each = [chain.from_iterable(segments) for segments in by_writer.values()]
+        if len(each) == 1:
+            return each[0]
+        return ((record, place) for _, record, place in heapq.merge(*map(timed, each), key=itemgetter(0)))
+
+    def _segment(self, number: int, file: Path) -> Iterator[Line]:
+        offset = 0
+        with file.open("rb", buffering=1 << 20) as segment:
+            for line in segment:
+                try:
+                    record = orjson.loads(line)
+                except orjson.JSONDecodeError:
+                    self.torn += 1
+                else:
+                    if type(record) is dict:
+                        yield record, (number, offset)
+                offset += len(line)
+                self.read += len(line)
+
+
+def gateway_of(file: Path) -> str | None:
+    """The gateway that wrote a segment, where it was one of several."""
+    with file.open("rb") as segment:
+        for line in segment:
+            with suppress(orjson.JSONDecodeError):
+                record = orjson.loads(line)
+                if type(record) is dict and record.get("event") in ("gateway", "opened"):
+                    gateway: str | None = record.get("gateway")
+                    return gateway
+    return None
+
+
+def writer_of(file: Path) -> str:
+    """Which process wrote a segment: its gateway's name, or the end of the file's, which is a process id."""
+    return gateway_of(file) or file.stem.rpartition("-")[2]
 
 
 def find(name: str, ledger: Path) -> Source:
