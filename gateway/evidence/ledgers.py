@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from gateway.evidence.files import because
 from gateway.ledger.requests import timed
 
 
@@ -91,28 +92,26 @@ class Lines:
 
     def _segment(self, number: int, file: Path) -> Iterator[Line]:
         offset = 0
-        with file.open("rb", buffering=1 << 20) as segment:
-            for line in segment:
-                try:
-                    record = orjson.loads(line)
-                except orjson.JSONDecodeError:
-                    self.torn += 1
-                else:
-                    if type(record) is dict:
-                        yield record, (number, offset)
-                offset += len(line)
-                self.read += len(line)
+        for line in _lines(file):
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                self.torn += 1
+            else:
+                if type(record) is dict:
+                    yield record, (number, offset)
+            offset += len(line)
+            self.read += len(line)
 
 
 def gateway_of(file: Path) -> str | None:
     """The gateway that wrote a segment, where it was one of several."""
-    with file.open("rb") as segment:
-        for line in segment:
-            with suppress(orjson.JSONDecodeError):
-                record = orjson.loads(line)
-                if type(record) is dict and record.get("event") in ("gateway", "opened"):
-                    gateway: str | None = record.get("gateway")
-                    return gateway
+    for line in _lines(file, 1 << 14):
+        with suppress(orjson.JSONDecodeError):
+            record = orjson.loads(line)
+            if type(record) is dict and record.get("event") in ("gateway", "opened"):
+                gateway: str | None = record.get("gateway")
+                return gateway
     return None
 
 
@@ -121,11 +120,20 @@ def writer_of(file: Path) -> str:
     return gateway_of(file) or file.stem.rpartition("-")[2]
 
 
+def _lines(file: Path, at_once: int = 1 << 20) -> Iterator[bytes]:
+    """Raises `Unusable` where they cannot be read."""
+    try:
+        with file.open("rb", buffering=at_once) as segment:
+            yield from segment
+    except OSError as error:
+        raise Unusable(f"{file}: cannot be read: {because(error)}") from None
+
+
 def find(name: str, ledger: Path) -> Source:
     """What is meant by `name`; `ledger` is where runs are looked for by their name. Raises `Unusable`."""
     path = Path(name)
     if path.is_file():
-        return Source(name, (path,), _about(path.parent))
+        return Source(name, (path,), about(path.parent))
     for folder in (path, ledger / name):
         if folder.is_dir():
             return _folder(name, folder)
@@ -135,13 +143,17 @@ def find(name: str, ledger: Path) -> Source:
         raise Unusable(f"{name}: no such file, folder or run (runs are looked for in {ledger})")
     if len({file.parent for file in files}) > 1:
         raise Unusable(f"{name}: files of several folders, each of which is a run: name one")
-    return Source(name, tuple(files), _about(files[0].parent))
+    return Source(name, tuple(files), about(files[0].parent))
 
 
 def _folder(name: str, folder: Path) -> Source:
+    try:
+        os.listdir(folder)  # a glob takes what it cannot read for empty
+    except OSError as error:
+        raise Unusable(f"{folder}: cannot be read: {because(error)}") from None
     files = sorted(folder.glob("*.jsonl"))
     if files:
-        return Source(name, tuple(files), _about(folder))
+        return Source(name, tuple(files), about(folder))
     runs = sorted({file.parent for file in folder.glob("*/*.jsonl")})
     if not runs:
         raise Unusable(f"{name}: no *.jsonl in this folder, so no run was recorded here")
@@ -150,9 +162,10 @@ def _folder(name: str, folder: Path) -> Source:
     return _folder(name, runs[0])
 
 
-def _about(folder: Path) -> dict[str, Any]:
+def about(folder: Path) -> dict[str, Any]:
+    """What is kept with the run of this folder; nothing where there is none."""
     try:
-        about = orjson.loads((folder / "run.json").read_bytes())
+        told = orjson.loads((folder / "run.json").read_bytes())
     except (OSError, orjson.JSONDecodeError):
         return {}
-    return about if isinstance(about, dict) else {}
+    return told if isinstance(told, dict) else {}
