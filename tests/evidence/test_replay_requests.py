@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from gateway.cli import main
+from gateway.evidence import commands, replay_plans
 from gateway.evidence import recorded as recording
-from gateway.evidence import replay_plans
 from gateway.evidence.ledgers import Unusable, find
 from gateway.evidence.replay_requests import Failed, Notes, Target, send
 from gateway.sim import SimServer, SimSettings
@@ -298,3 +298,24 @@ def test_a_hash_is_no_key_to_send(
     file.write_text(yaml.safe_dump({"pools": [pool("policy", "http://127.0.0.1:9")], "auth": keys}))
     assert main(["replay", "requests", "a", "--config", str(file), "--url", "http://127.0.0.1:9"]) == 2
     assert capsys.readouterr().err == f"detgate: {said}\n"
+
+
+@pytest.mark.parametrize("url", [[], ["--url", "http://127.0.0.1:9"]])
+def test_a_gateway_of_its_own_keeps_the_new_run_where_its_file_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: list[str]
+) -> None:
+    """`--ledger` is where this command looks for runs."""
+    targets: list[Target] = []
+
+    async def again(script: object, target: Target, *_: object) -> None:
+        targets.append(target)
+        raise Failed("enough")
+
+    monkeypatch.setattr(commands, "_again", again)
+    write(tmp_path / "here" / "a", request("s", 0, run="a", **BODY))
+    file = tmp_path / "gateway.yaml"
+    settings = {"pools": [pool("policy", "http://127.0.0.1:9")], "ledger": {"path": str(tmp_path / "there")}}
+    file.write_text(yaml.safe_dump(settings))
+    command = ["replay", "requests", "a", "--ledger", str(tmp_path / "here"), "--config", str(file), *url]
+    assert main(command) == 2
+    assert [target.kept for target in targets] == [tmp_path / ("here" if url else "there") / "a-replay"]
