@@ -98,7 +98,11 @@ def _sim(args: argparse.Namespace) -> int:
     from gateway import sim
 
     given = {key: value for key, value in vars(args).items() if key not in ("command", "host", "port")}
-    sim.serve(sim.SimSettings(**given), args.host, args.port)
+    try:
+        sim.serve(sim.SimSettings(**given), args.host, args.port)
+    except sim.NoListener as error:
+        print(f"detgate: {error}; choose another --port or --host", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -337,7 +341,7 @@ def _demo_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _seed_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("identity", metavar="IDENTITY", help="the (effective) identity, such as 17:3")
+    parser.add_argument("identity", metavar="IDENTITY", type=_identity, help="the (effective) identity, such as 17:3")
     parser.add_argument("index", metavar="INDEX", type=_index, help="the request's place in its session, from 0")
     parser.add_argument("--member", type=_index, help="place in the group, for scheme offset")
     _file_flag(parser)
@@ -385,7 +389,7 @@ def _launch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", choices=("generate", "reward"), default="generate", help="sample, or score")
     parser.add_argument("--model", default="MODEL", help="name or folder of the model")
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (0.0.0.0)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on")
+    parser.add_argument("--port", type=_port, default=8000, help="port to listen on")
     parser.add_argument("--tensor-parallel", type=_positive, default=1, metavar="N", help="GPUs of one replica")
     parser.add_argument("--prefix-cache", action="store_true", help="keep the prefix cache, at the cost that is told")
     parser.add_argument("--engine-version", metavar="V", help="refuse if the engine is older than the mode")
@@ -438,7 +442,7 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
 def _sim_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", required=True, choices=("vllm", "sglang"), help="which to simulate")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8100, help="port to listen on; 0: a free one")
+    parser.add_argument("--port", type=_port, default=8100, help="port to listen on; 0: a free one")
     engine = parser.add_argument_group("the engine", argument_default=argparse.SUPPRESS)
     engine.add_argument("--role", choices=("generate", "reward"), help="sample, or score")
     engine.add_argument("--model", help="name of its model")
@@ -476,7 +480,8 @@ def _setting_flags(parser: argparse.ArgumentParser, keys: Iterable[str]) -> None
 
 
 def _assignment(text: str) -> str:
-    if not text.partition("=")[1]:
+    key, equals, _ = text.partition("=")
+    if not (key.strip() and equals):
         raise argparse.ArgumentTypeError("KEY=VALUE is needed, as in routing.slack=inf")
     return text
 
@@ -485,6 +490,26 @@ def _name(text: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", text) is None:
         raise argparse.ArgumentTypeError("letters, digits, `.`, `_` and `-`, 128 at most, are needed")
     return text
+
+
+def _identity(text: str) -> str:
+    """What content order and a sample that goes on put behind an identity does not count."""
+    from gateway.core import identity, resume
+    from gateway.core.errors import CallerFault
+
+    origin = resume.origin(text)
+    bare = re.sub(r"/[0-9a-f]{16}$", "", text if origin is None else origin.identity)
+    try:
+        identity.text(os.fsencode(bare), "it")
+    except CallerFault as fault:
+        raise argparse.ArgumentTypeError(fault.message) from None
+    return text
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) > 65535:
+        raise argparse.ArgumentTypeError("a whole number from 0 to 65535 is needed")
+    return int(text)
 
 
 def _positive(text: str) -> int:

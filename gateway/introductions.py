@@ -25,11 +25,16 @@ class Introduction:
     """The entries of /v1/models; None where that was not answered in its shape."""
     whole: bool
     """Every question was answered, be it by a refusal; else it may know more than it said."""
+    reached: bool
+    """A question was answered."""
     refusal: str = ""
     """Why it would answer no request; "": nothing is known against it."""
 
     @property
     def fingerprint(self) -> str:
+        """ "" where nobody was there to have one."""
+        if not self.reached:
+            return ""
         return fingerprint(self.facts, [model["id"] for model in self.models or ()])
 
 
@@ -50,6 +55,7 @@ async def introduce(http: httpx.AsyncClient, url: str, key: dict[str, str], engi
         if isinstance(data, list)
         else None,
         all(answer is not None and answer.status_code < 500 for answer in answers.values()),
+        any(answer is not None for answer in answers.values()),
         f"{MODELS} answers 401: it wants a key, or another (pools[].api_key)" if models == 401 else "",
     )
 

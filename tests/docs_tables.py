@@ -33,6 +33,7 @@ from gateway.core.types import Handling
 from gateway.findings.flags import FLAGS, source
 from gateway.routes import API_OF
 from gateway.settings import Settings, schema
+from gateway.sim import Fault
 from tests import matrix
 from tests.timelines import TIMELINES
 
@@ -270,6 +271,19 @@ def _argument(action: argparse.Action) -> tuple[str, str, str]:
     return names, values, action.help or ""
 
 
+def sim_faults(_: str) -> str:
+    """Every fault that a simulated engine can be told to have."""
+    told = dict(re.findall(r"^    (\w+) {2,}(.+)$", Fault.__doc__ or "", re.M))
+    values = {
+        bool: "`true`",
+        float: "seconds",
+        int | None: "integer",
+        tuple[tuple[str, str], ...]: "`[[name, value], …]`",
+    }
+    rows = [(f"`{name}`", values[kind], told[name]) for name, kind in get_type_hints(Fault).items()]
+    return table(("field", "value", "the engine"), rows)
+
+
 def api(_: str) -> str:
     """The routes of the control plane."""
     with _gateway() as gateway:
@@ -375,6 +389,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "labels": labels,
     "alerts": alerts,
     "commands": commands,
+    "sim_faults": sim_faults,
     "api": api,
     "launch": launched,
     "flags": flags,

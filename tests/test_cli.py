@@ -60,7 +60,14 @@ def test_the_version_is_printed() -> None:
     assert (told.returncode, told.stdout) == (0, f"detgate {__version__}\n")
 
 
-@pytest.mark.parametrize("argv", [[], ["doctr"], ["seed", "a"], ["seed", "a", "-1"], ["seed", "a", "2147483648"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *([], ["doctr"], ["seed", "a"], ["seed", "a", "-1"], ["seed", "a", "2147483648"]),
+        *(["seed", "", "0"], ["seed", "a" * 257, "0"], ["seed", "a\n", "0"]),
+        *(["sim", "--engine", "vllm", "--port", "70000"], ["sim", "--engine", "vllm", "--port", "-1"]),
+    ],
+)
 def test_a_wrong_command_line_exits_2(argv: list[str]) -> None:
     told = detgate(*argv)
     assert told.returncode == 2
@@ -198,9 +205,10 @@ def test_a_wrong_assignment_is_named(assignment: str, line: str, capsys: pytest.
     assert capsys.readouterr().err == f"detgate: {line}\n"
 
 
-def test_an_assignment_without_a_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("assignment", ["routing.slack", "=1", " =1"])
+def test_an_assignment_without_a_key_or_a_value_is_refused(assignment: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["config", "--set", "routing.slack"])
+        main(["config", "--set", assignment])
     assert "KEY=VALUE is needed" in capsys.readouterr().err
 
 
@@ -211,6 +219,7 @@ def test_an_assignment_without_a_value_is_refused(capsys: pytest.CaptureFixture[
         (["17:3", "1", "--scheme", "areal", "--seed", "9"], 817236710),
         (["17", "2", "--scheme", "offset", "--seed", "7", "--member", "3"], 7 + 3 + 2 * 1_000_003),
         (["17", "0", "--scheme", "offset"], 42),
+        ([f"{'a' * 256}/0123456789abcdef/0.0", "0", "--scheme", "offset"], 42),
     ],
 )
 def test_seed_prints_what_a_request_gets(argv: list[str], seed: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,6 +283,14 @@ def test_sim_serves_the_engine_that_its_flags_describe() -> None:
         assert (told["served_model_name"], told["enable_deterministic_inference"]) == ("m", False)
         sim.send_signal(signal.SIGINT)
         assert sim.wait(timeout=30) == 130
+
+
+def test_sim_says_where_it_cannot_listen(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["sim", "--engine", "vllm", "--port", str(port)]) == 2
+    why = f"cannot listen on 127.0.0.1:{port}: address already in use"
+    assert capsys.readouterr().err == f"detgate: {why}; choose another --port or --host\n"
 
 
 def wait_until_ready(url: str) -> None:

@@ -10,8 +10,10 @@ import shlex
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+import yaml
 
 from gateway import schemes
 from gateway.cli import _parser
@@ -123,6 +125,15 @@ def test_commands_are_understood(line: str) -> None:
             _parser().parse_args(words)
     else:
         assert _parser().parse_args(words).command
+
+
+@pytest.mark.parametrize("document", sorted((ROOT / "docs/how-to").glob("*.md")), ids=lambda path: path.name)
+def test_replicas_are_named_where_the_engines_that_the_page_starts_listen(document: Path) -> None:
+    started = re.findall(r"^detgate (launch-profile .*)$", document.read_text(), re.M)
+    ports = {_parser().parse_args(shlex.split(line)).port for line in started}
+    named = [Settings.load(None, {}, yaml.safe_load(block)) for at, block in blocks("yaml") if at == document]
+    urls = {replica.url for settings in named for pool in settings.pools for replica in pool.replicas}
+    assert not started or {urlsplit(url).port for url in urls} == ports
 
 
 def test_targets_of_make_are_there() -> None:

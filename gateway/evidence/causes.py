@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gateway import schemes
+from gateway.core import resume
 from gateway.evidence.requests import Attempt, Request
 
 Cause = Literal[
@@ -182,18 +183,23 @@ def _why_seed(a: Request, b: Request, runs: tuple[Run, Run]) -> str:
         return f"the {whose} is {masters[0]} in A, {masters[1]} in B"
     if a.member != b.member:
         return f"its place in the group is {a.member} in A, {b.member} in B"
-    if masters[0] is not None:
-        strangers = [side for side, request, master in zip("AB", (a, b), masters, strict=True)
-                     if _derived(request, master) != request.seed]  # fmt: skip
-        if strangers:
-            return f"in {' and '.join(strangers)} it does not follow from the master seed: a client's seed is mixed in"
+    strangers = [side for side, request, master in zip("AB", (a, b), masters, strict=True)
+                 if master is not None and _follows(request, master) is False]  # fmt: skip
+    if strangers:
+        return f"in {' and '.join(strangers)} it does not follow from the master seed: a client's seed is mixed in"
+    for side, other, master in zip("AB", "BA", masters, strict=True):
+        if master is not None and None in masters:
+            return (f"the master seed is {master} in {side}; that of {other} is not known (no run.json beside its "
+                    "records), and most likely another")  # fmt: skip
     return "the ledgers do not tell why (no run.json beside the records); most likely the master seed"
 
 
-def _derived(request: Request, master: int | None) -> int | None:
-    if master is None or request.scheme not in schemes.names():
+def _follows(request: Request, master: int) -> bool | None:
+    """Whether a seed is derived from a master seed; None where that cannot be told."""
+    if request.scheme not in schemes.names() or resume.origin(request.identity) is not None:
         return None
-    return schemes.load(request.scheme).seed(master, request.identity, request.index, request.member)
+    seed = schemes.load(request.scheme).seed(master, request.identity, request.index, request.member)
+    return seed == request.seed
 
 
 def _replica(a: Request, b: Request, runs: tuple[Run, Run]) -> str:

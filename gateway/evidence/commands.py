@@ -10,15 +10,24 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
-from pydantic import SecretStr
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from gateway.evidence import diff_text, ledgers, recorded, replay_plans, replay_requests, replay_text, report, started
+from gateway.evidence import (
+    diff_text,
+    files,
+    ledgers,
+    recorded,
+    replay_plans,
+    replay_requests,
+    replay_text,
+    report,
+    started,
+)
 from gateway.evidence.diff import Diff, compare
 from gateway.evidence.ledgers import Unusable
 from gateway.evidence.replay_requests import Failed, Notes, Target
-from gateway.settings import Settings, hashed
+from gateway.settings import InvalidSettings, Settings, hashed
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
 """Exit statuses."""
@@ -29,14 +38,16 @@ def diff(
 ) -> int:
     """Compare two recorded runs and say what was found."""
     try:
+        if html is not None and (why := files.unwritable([html])) is not None:
+            raise Unusable(why)
         mine, theirs = ledgers.find(a, ledger), ledgers.find(b, ledger)
         with _bar("reading", mine.bytes + theirs.bytes) as watch:
             found = compare(mine, theirs, answers_only=answers_only, watch=watch)
-        if html is not None:
-            html.write_text(report.page(found), encoding="utf-8")
     except (Unusable, OSError) as error:
         return unusable(error, as_json=as_json)
-    return tell(found, as_json=as_json)
+    kept = html is None or files.write(html, report.page(found).encode())
+    status = tell(found, as_json=as_json)
+    return status if kept else NOT_COMPARABLE
 
 
 def replay_decisions(name: str, ledger: Path, *, as_json: bool = False) -> int:
@@ -57,44 +68,62 @@ def replay_decisions(name: str, ledger: Path, *, as_json: bool = False) -> int:
 def replay_again(
     name: str, settings: Settings, *, url: str | None, config: Path | None, run: str | None, as_json: bool = False
 ) -> int:
-    """Send a recorded run again, to the gateway at `url` or to one that is started with `config`, and compare."""
+    """Send a recorded run again, to the gateway at `url` or to one that is started with `config`, and compare.
+
+    Raises `InvalidSettings` where the configuration has the hash alone of a key that is needed.
+    """
+    keys = _api_key(settings), admin_key(settings)
     try:
         script = recorded.script(ledgers.find(name, settings.ledger.path))
     except (Unusable, OSError) as error:
         return unusable(error, as_json=as_json)
     wanted = run or f"{script.run}-replay"
     notes = Notes.of(Path(f"{wanted}.replay.json"), wanted)
+    if any(session.created for session in script.sessions) and (why := files.unwritable([notes.file])) is not None:
+        return unusable(Unusable(why), as_json=as_json)
+    # A gateway of its own has the file's settings, without what this command was told beside them.
+    ledger = (settings if url else Settings.load(config, os.environ, {})).ledger.path
+    target = Target(url or "", wanted, *keys, ledger / wanted)
     try:
-        found = asyncio.run(_again(script, settings, url, config, wanted, notes))
+        found = asyncio.run(_again(script, target, config, notes))
     except (Unusable, Failed, OSError) as error:
+        status = unusable(error, as_json=as_json)
         print("detgate: the same command goes on where it stopped", file=sys.stderr)
-        return unusable(error, as_json=as_json)
+        return status
     except KeyboardInterrupt:
         print("detgate: stopped; the same command goes on from here", file=sys.stderr)
         raise
     return tell(found, as_json=as_json)
 
 
-async def _again(
-    script: recorded.Script, settings: Settings, url: str | None, config: Path | None, run: str, notes: Notes
-) -> Diff:
-    auth = settings.auth
-    key = next(filter(None, map(plain, auth.api_keys)), os.environ.get("OPENAI_API_KEY"))
-    admin = None if auth.admin_key is None else plain(auth.admin_key)
+async def _again(script: recorded.Script, target: Target, config: Path | None, notes: Notes) -> Diff:
     async with AsyncExitStack() as stack:
-        if url is None:
-            assert config is not None
-            url = await stack.enter_async_context(started.gateway(config, run))
-        target = Target(url, run, key, admin)
+        if not target.url:
+            target.url = await stack.enter_async_context(started.gateway(config, target.run))
         with progress() as shown:
-            task = shown.add_task(f"run {run}", total=script.requests)
+            task = shown.add_task(f"run {target.run}", total=script.requests)
             return await replay_requests.send(script, target, notes, lambda done: shown.update(task, completed=done))
 
 
-def plain(configured: SecretStr) -> str | None:
-    """A key that can be sent: of some the configuration has the hash alone."""
-    text = configured.get_secret_value()
-    return None if hashed(text) is not None else text
+def admin_key(settings: Settings) -> str | None:
+    """The admin key, to be sent. Raises `InvalidSettings` where the configuration has its hash alone."""
+    if settings.auth.admin_key is None:
+        return None
+    text = settings.auth.admin_key.get_secret_value()
+    if hashed(text) is not None:
+        raise InvalidSettings(
+            ["auth.admin_key: a hash, and the key itself is needed: give it by DETGATE_AUTH__ADMIN_KEY"]
+        )
+    return text
+
+
+def _api_key(settings: Settings) -> str | None:
+    """A key for requests, to be sent; raises as `admin_key`."""
+    keys = [key.get_secret_value() for key in settings.auth.api_keys]
+    plain = next((key for key in keys if hashed(key) is None), os.environ.get("OPENAI_API_KEY"))
+    if keys and plain is None:
+        raise InvalidSettings(["auth.api_keys: hashes, and a key itself is needed: give one by OPENAI_API_KEY"])
+    return plain
 
 
 def tell(found: Diff, *, as_json: bool) -> int:
@@ -110,10 +139,13 @@ def tell(found: Diff, *, as_json: bool) -> int:
 
 def unusable(error: Exception, *, as_json: bool) -> int:
     """Say why there is nothing to compare; the exit status."""
-    print(f"detgate: {error}", file=sys.stderr)
+    why = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        why = f"{error.filename}: {files.because(error)}"
+    print(f"detgate: {why}", file=sys.stderr)
     if as_json:
         print(json.dumps({"equal": False, "comparable": False, "compared": 0, "first": None, "causes": {},
-                          "error": str(error)}, ensure_ascii=False))  # fmt: skip
+                          "error": why}, ensure_ascii=False))  # fmt: skip
     return NOT_COMPARABLE
 
 

@@ -142,7 +142,9 @@ class _Walk:
         self._answers_only = answers_only
         self._replayed = replayed
         self._watch = watch
-        self._runs = (Run(a.source.name, a.source.deciding, a.seeds), Run(b.source.name, b.source.deciding, b.seeds))
+        # A session that is sent again brings its master seed.
+        seeds = a.seeds | b.seeds if replayed else b.seeds
+        self._runs = (Run(a.source.name, a.source.deciding, a.seeds), Run(b.source.name, b.source.deciding, seeds))
         self._diff = Diff(*self._runs)
         self._each_bin = max(1, -(-max(len(a), len(b)) // BINS))
         self._group = _Group(b"")

@@ -45,7 +45,12 @@ def show(told: dict[str, Any], console: Console) -> None:
         for indent, line in _findings(pool["findings"]):
             console.print(Padding(line, (0, 0, 0, indent)), highlight=False)
         console.print()
-    if told["strict"]:
+    replicas = [each for pool in told["pools"].values() for each in pool["replicas"].items()]
+    down = [name for name, replica in replicas if replica["state"] != "up"]
+    if told["strict"] and down:
+        unknown = "[bold yellow]whether strict would serve is not known[/] while a replica is down"
+        console.print(f"{unknown}: {escape(', '.join(down))}", highlight=False)
+    elif told["strict"]:
         console.print("[bold green]strict would serve[/]", highlight=False)
     else:
         console.print("[bold red]strict would refuse[/]: each finding marked fatal has to be mended", highlight=False)

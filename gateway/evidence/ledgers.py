@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import glob
+import heapq
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
+
+from gateway.evidence.files import because
+from gateway.ledger.requests import timed
 
 
 class Unusable(Exception):
@@ -51,9 +58,16 @@ class Source:
             return found
 
 
+Line = tuple[dict[str, Any], tuple[int, int]]
+"""A record, and its place."""
+
+
 @dataclass(slots=True)
 class Lines:
-    """Every record of a source with its place. `torn` counts, while reading, the lines that are no record."""
+    """Every record of a source with its place; those of several gateways in the order of their times.
+
+    `torn` counts, while reading, the lines that are no record.
+    """
 
     source: Source
     torn: int = 0
@@ -61,26 +75,65 @@ class Lines:
     """Bytes read so far."""
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        for number, file in enumerate(self.source.files):
-            offset = 0
-            with file.open("rb", buffering=1 << 20) as segment:
-                for line in segment:
-                    try:
-                        record = orjson.loads(line)
-                    except orjson.JSONDecodeError:
-                        self.torn += 1
-                    else:
-                        if type(record) is dict:
-                            yield number, offset, record
-                    offset += len(line)
-                    self.read += len(line)
+        for record, (segment, offset) in self._in_order():
+            yield segment, offset, record
+
+    def _in_order(self) -> Iterable[Line]:
+        files = self.source.files
+        gateways = [gateway_of(file) for file in files] if len(files) > 1 else []
+        by_writer: dict[str, list[Iterator[Line]]] = {}
+        for number, file in enumerate(files):
+            writer = (gateways[number] or file.name) if any(gateways) else ""
+            by_writer.setdefault(writer, []).append(self._segment(number, file))
+        each = [chain.from_iterable(segments) for segments in by_writer.values()]
+        if len(each) == 1:
+            return each[0]
+        return ((record, place) for _, record, place in heapq.merge(*map(timed, each), key=itemgetter(0)))
+
+    def _segment(self, number: int, file: Path) -> Iterator[Line]:
+        offset = 0
+        for line in _lines(file):
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                self.torn += 1
+            else:
+                if type(record) is dict:
+                    yield record, (number, offset)
+            offset += len(line)
+            self.read += len(line)
+
+
+def gateway_of(file: Path) -> str | None:
+    """The gateway that wrote a segment, where it was one of several."""
+    for line in _lines(file, 1 << 14):
+        with suppress(orjson.JSONDecodeError):
+            record = orjson.loads(line)
+            if type(record) is dict and record.get("event") in ("gateway", "opened"):
+                gateway: str | None = record.get("gateway")
+                return gateway
+    return None
+
+
+def writer_of(file: Path) -> str:
+    """Which process wrote a segment: its gateway's name, or the end of the file's, which is a process id."""
+    return gateway_of(file) or file.stem.rpartition("-")[2]
+
+
+def _lines(file: Path, at_once: int = 1 << 20) -> Iterator[bytes]:
+    """Raises `Unusable` where they cannot be read."""
+    try:
+        with file.open("rb", buffering=at_once) as segment:
+            yield from segment
+    except OSError as error:
+        raise Unusable(f"{file}: cannot be read: {because(error)}") from None
 
 
 def find(name: str, ledger: Path) -> Source:
     """What is meant by `name`; `ledger` is where runs are looked for by their name. Raises `Unusable`."""
     path = Path(name)
     if path.is_file():
-        return Source(name, (path,), _about(path.parent))
+        return Source(name, (path,), about(path.parent))
     for folder in (path, ledger / name):
         if folder.is_dir():
             return _folder(name, folder)
@@ -90,13 +143,17 @@ def find(name: str, ledger: Path) -> Source:
         raise Unusable(f"{name}: no such file, folder or run (runs are looked for in {ledger})")
     if len({file.parent for file in files}) > 1:
         raise Unusable(f"{name}: files of several folders, each of which is a run: name one")
-    return Source(name, tuple(files), _about(files[0].parent))
+    return Source(name, tuple(files), about(files[0].parent))
 
 
 def _folder(name: str, folder: Path) -> Source:
+    try:
+        os.listdir(folder)  # a glob takes what it cannot read for empty
+    except OSError as error:
+        raise Unusable(f"{folder}: cannot be read: {because(error)}") from None
     files = sorted(folder.glob("*.jsonl"))
     if files:
-        return Source(name, tuple(files), _about(folder))
+        return Source(name, tuple(files), about(folder))
     runs = sorted({file.parent for file in folder.glob("*/*.jsonl")})
     if not runs:
         raise Unusable(f"{name}: no *.jsonl in this folder, so no run was recorded here")
@@ -105,9 +162,10 @@ def _folder(name: str, folder: Path) -> Source:
     return _folder(name, runs[0])
 
 
-def _about(folder: Path) -> dict[str, Any]:
+def about(folder: Path) -> dict[str, Any]:
+    """What is kept with the run of this folder; nothing where there is none."""
     try:
-        about = orjson.loads((folder / "run.json").read_bytes())
+        told = orjson.loads((folder / "run.json").read_bytes())
     except (OSError, orjson.JSONDecodeError):
         return {}
-    return about if isinstance(about, dict) else {}
+    return told if isinstance(told, dict) else {}

@@ -23,7 +23,7 @@ from gateway.core.indexing import Ask, Claim, Kind, Scope, Session
 from gateway.core.resume import Origin
 from gateway.core.types import Handling
 from gateway.evidence.bodies import asked
-from gateway.evidence.ledgers import Lines, Place, Source, Unusable
+from gateway.evidence.ledgers import Lines, Place, Source, Unusable, writer_of
 from gateway.evidence.requests import TOLD_EVERY, base_of, resumed, sortable
 from gateway.evidence.sorting import Sorter
 
@@ -103,14 +103,15 @@ class _Run:
         self.gaps = False
         self._deciding = source.deciding
         self._seeds: dict[str, int] = {}
-        self._names = {pool: list(names) for pool, names in (self._deciding.get("pools") or {}).items()}
-        """Pool → its replicas that are not drained."""
+        self._writers = [writer_of(file) for file in source.files]
+        self._names: dict[tuple[str, str], list[list[str]]] = {}
+        """Process and pool → its replicas that are not drained, after each change: a process makes a change itself."""
         self._engines: dict[str, str] = {}
         """Pool → the kind of its engine."""
         self._keys: dict[str, set[str]] = {}
         """Pool → what its routing may have hashed, as far as all its choices fit."""
         self._events = Sorter()
-        self._claims: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+        self._claims: dict[tuple[str, str, int], list[_Claimed]] = {}
         self._spans: dict[int, tuple[float, float]] = {}
 
     def note(self, place: Place, record: dict[str, Any]) -> None:
@@ -125,15 +126,20 @@ class _Run:
             case "gap":
                 self.gaps = True
             case "fleet":
-                self._fleet(record)
+                self._fleet(place, record)
 
-    def _fleet(self, record: dict[str, Any]) -> None:
+    def _fleet(self, place: Place, record: dict[str, Any]) -> None:
         """A change of a pool, or what one of its replicas says of itself."""
         engine = (record.get("facts") or {}).get("engine")
         if isinstance(engine, str):
             self._engines[record["pool"]] = engine
         if isinstance(names := record.get("replicas"), list):
-            self._names[record["pool"]] = names
+            self._known(place, record["pool"]).append(names)
+
+    def _known(self, place: Place, pool: str) -> list[list[str]]:
+        """The names that a pool has had, as the process knew them that wrote there."""
+        began = (self._deciding.get("pools") or {}).get(pool)
+        return self._names.setdefault((self._writers[place.segment], pool), [] if began is None else [list(began)])
 
     def _opened(self, place: Place, record: dict[str, Any]) -> None:
         if any(record.get(name) is None for name in _NEEDED):
@@ -141,7 +147,8 @@ class _Run:
             return
         self.found.requests += 1
         self._clock(place.segment, record.get("time"))
-        self._claims.setdefault(_key(record), []).append(record)
+        names = self._known(place, record["pool"])
+        self._claims.setdefault(_key(record), []).append(_Claimed(record, names, max(0, len(names) - 1)))
         told = [record.get(name) for name in ("digest", "content", "key", "repeat", "request_id")]
         self._event(place, record, ("opened", record["index"], record["order"], *told))
         self._digests(record)
@@ -237,28 +244,38 @@ class _Run:
         return int(self._seeds.get(record["session"], self._deciding["seed"]))
 
     # --- replica
-    def _replica(self, opened: dict[str, Any], closed: dict[str, Any]) -> None:
+    def _replica(self, claimed: _Claimed, closed: dict[str, Any]) -> None:
+        opened = claimed.record
         candidates = closed.get("candidates") or []
         if not candidates or not closed.get("replicas"):
             self.found.pass_over("replica", UNSENT)
         elif closed.get("sticky"):
             self.found.pass_over("replica", KEPT_ELSEWHERE)
         elif closed.get("loads") is None:
-            self._at_home(opened, closed, candidates)
+            self._at_home(claimed, closed, candidates)
         else:
             self._choice(opened, closed["loads"], candidates)
 
-    def _at_home(self, opened: dict[str, Any], closed: dict[str, Any], candidates: list[str]) -> None:
-        """With `slack: inf` a key has a home, whatever the loads; unless that was down, it was sent there."""
-        names = self._names.get(opened["pool"])
+    def _at_home(self, claimed: _Claimed, closed: dict[str, Any], candidates: list[str]) -> None:
+        """With `slack: inf` a key has a home, whatever the loads; unless that was down, it was sent there.
+
+        Its home is among the names that the pool had at some time while the request was in flight.
+        """
+        opened = claimed.record
+        held = [names for names in claimed.names[claimed.known :] if names]
+
+        def home(key: str) -> list[str]:
+            homes = [[routing.best(key, names)] for names in held]
+            return candidates if candidates in homes else homes[-1]
+
         if "home-down" in (closed.get("flags") or []):
             self.found.pass_over("replica", AWAY)
-        elif not names:
+        elif not held:
             self.found.pass_over("replica", NO_NAMES)
         elif len(candidates) > 1:
             self._choice(opened, dict.fromkeys(candidates, 0), candidates)
         else:
-            self._fits(opened, candidates, lambda key: [routing.best(key, names)])
+            self._fits(opened, candidates, home)
 
     def _choice(self, opened: dict[str, Any], loads: dict[str, int], candidates: list[str]) -> None:
         """A choice follows from the key, the loads and the slack, of which the least that fits is taken."""
@@ -347,6 +364,17 @@ class _Run:
         """Whether two gateways wrote at the same time."""
         spans = sorted(self._spans.values())
         return any(before[1] > after[0] for before, after in pairwise(spans))
+
+
+@dataclass(slots=True)
+class _Claimed:
+    """A claim that is not over."""
+
+    record: dict[str, Any]
+    names: list[list[str]]
+    """All that its pool has had, in its process."""
+    known: int
+    """How many of these were over when it was claimed."""
 
 
 _NEEDED = ("session", "identity", "index", "order", "digest", "request_id", "route", "seed_source")

@@ -24,7 +24,7 @@ import orjson
 from gateway.core.resume import origin
 from gateway.evidence.bodies import Records
 from gateway.evidence.diff import Diff, compare
-from gateway.evidence.ledgers import Source
+from gateway.evidence.ledgers import Source, about
 from gateway.evidence.recorded import Message, Recorded, Script, Sent, message
 
 TRIES = 20
@@ -51,6 +51,8 @@ class Target:
     run: str
     api_key: str | None = None
     admin_key: str | None = None
+    kept: Path | None = None
+    """Where it keeps the run, if that is here: what is kept with it tells why seeds differ."""
     at_once: int | None = None
     """The most requests in flight; None: as many as were recorded."""
 
@@ -101,7 +103,7 @@ async def send(script: Script, target: Target, notes: Notes, watch: Watch) -> Di
         with tempfile.TemporaryDirectory(prefix="detgate-") as folder:
             file = Path(folder) / "replayed.jsonl"
             await replay.export(file)
-            replayed = Source(target.run, (file,))
+            replayed = Source(target.run, (file,), {} if target.kept is None else about(target.kept))
             found = await asyncio.to_thread(compare, script.source, replayed, replayed=True)
     notes.forget()
     return found

@@ -22,15 +22,16 @@ LOOK_SECONDS = 0.1
 
 
 @asynccontextmanager
-async def gateway(config: Path, run: str) -> AsyncIterator[str]:
-    """`detgate serve` with this configuration, ready to serve this run: its URL. It is ended by SIGTERM, and drains.
+async def gateway(config: Path | None, run: str) -> AsyncIterator[str]:
+    """`detgate serve` with this file, or the environment alone, ready to serve this run: its URL.
 
-    Raises `Unusable` where it does not come up.
+    It is ended by SIGTERM, and drains. Raises `Unusable` where it does not come up.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     place = ("--host", "127.0.0.1", "--port", str(port))
-    arguments = ("serve", "--config", str(config), "--run", run, "--resume", *place)
+    file = () if config is None else ("--config", str(config))
+    arguments = ("serve", *file, "--run", run, "--resume", *place)
     with tempfile.TemporaryFile() as said:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "gateway", *arguments, stdout=said, stderr=said, start_new_session=True

@@ -19,9 +19,9 @@ from xml.etree import ElementTree
 import httpx
 from rich.console import Console
 
-from gateway.evidence import canaries, doctor, endpoints, verify_text
+from gateway.evidence import canaries, doctor, endpoints, files, verify_text
 from gateway.evidence.canaries import LATE, NOT_HERE, References, Result
-from gateway.evidence.commands import plain, progress
+from gateway.evidence.commands import admin_key, progress
 from gateway.evidence.endpoints import Sampling, Scoring
 from gateway.findings import Case, Told, alone, replicas
 from gateway.passes import Passes
@@ -30,7 +30,8 @@ from gateway.settings import Replica as ReplicaSettings
 from gateway.upstream import trust
 
 PASSED, FAILED, NOT_TOLD = 0, 1, 2
-"""Exit statuses; what was not tried is not passed. `NOT_TOLD`: a gateway that should have the report took not all."""
+"""Exit statuses; what was not tried is not passed. `NOT_TOLD`: a file or a gateway that should have the report took
+not all of it, or cannot."""
 
 TELL_SECONDS = 30.0
 """How long the gateway may take to take the report."""
@@ -95,25 +96,34 @@ def verify(
 ) -> int:
     """Send the canaries and say what came of them. `budget`: seconds after which none is begun. The exit status.
 
-    `tell`: URL of a running gateway that shall have the report too.
+    `tell`: URL of a running gateway that shall have the report too. Raises `InvalidSettings` where it needs a key of
+    which the configuration has the hash alone.
     """
+    if tell is not None:
+        admin_key(settings)
+    named = [file for file in (as_json, junit) if file is not None and str(file) != "-"]
+    if (why := files.unwritable(named)) is not None:
+        print(f"detgate: {why}", file=sys.stderr)
+        return NOT_TOLD
     steps = sum(_steps(pool) * len(pool.replicas) for pool in settings.pools)
     with progress() as shown:
         bar = shown.add_task("canaries", total=steps)
         verification = asyncio.run(examine(settings, budget, lanes, lambda: shown.advance(bar)))
     _note(settings, verification)
     told = report(verification)
-    if as_json is not None:
-        text = json.dumps(told, ensure_ascii=False, indent=2)
-        if str(as_json) == "-":
-            print(text)
-        else:
-            as_json.write_text(text + "\n", encoding="utf-8")
+    kept = True
+    text = json.dumps(told, ensure_ascii=False, indent=2)
+    if as_json is not None and str(as_json) != "-":
+        kept &= files.write(as_json, f"{text}\n".encode())
     if junit is not None:
-        junit.write_bytes(as_junit(verification))
-    if as_json is None or str(as_json) != "-":
+        kept &= files.write(junit, as_junit(verification))
+    if as_json is not None and str(as_json) == "-":
+        print(text)
+    else:
         verify_text.show(told, Console())
-    if tell is not None and not hand(settings, tell, told):
+    if tell is not None:
+        kept &= hand(settings, tell, told)
+    if not kept:
         return NOT_TOLD
     return PASSED if verification.passed else FAILED
 
@@ -218,12 +228,13 @@ def _note(settings: Settings, verification: Verification) -> None:
                     at=time.time(),
                 )
     except OSError as error:
-        print(f"detgate: the verdict could not be kept in {settings.ledger.path}: {error}", file=sys.stderr)
+        where, why = settings.ledger.path, files.because(error)
+        print(f"detgate: the verdict could not be kept in {where}: {why}", file=sys.stderr)
 
 
 def hand(settings: Settings, url: str, told: dict[str, Any]) -> bool:
     """Give the report to a running gateway. Says what it did not take."""
-    key = None if settings.auth.admin_key is None else plain(settings.auth.admin_key)
+    key = admin_key(settings)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         answer = httpx.post(f"{url.rstrip('/')}/admin/verdicts", json=told, headers=headers, timeout=TELL_SECONDS)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import orjson
 
@@ -25,6 +25,8 @@ from gateway.core.ordering import Rank, canonical, submitted
 
 if TYPE_CHECKING:  # Loading it takes longer than a page of a run takes to be read.
     from gateway.ledger.writer import Mark
+
+Where = TypeVar("Where")
 
 BLOCK = 65536
 """Bytes that are handed over at once."""
@@ -97,10 +99,10 @@ class Requests:
             offset = since.offset if since is not None and file.name == since.segment else 0
             segments.append(_records(file, number, offset, wanted))
         if any(map(_is_shared, self._files)):
-            timed: Iterable[tuple[float, dict[str, Any], Span]] = heapq.merge(*map(_timed, segments), key=itemgetter(0))
+            found: Iterable[tuple[float, dict[str, Any], Span]] = heapq.merge(*map(timed, segments), key=itemgetter(0))
         else:
-            timed = _timed(chain.from_iterable(segments))
-        for _, record, span in timed:
+            found = timed(chain.from_iterable(segments))
+        for _, record, span in found:
             if self._among is None or self._concerns(record):
                 self._note(record, span)
 
@@ -262,13 +264,13 @@ def _is_shared(file: Path) -> bool:
         return segment.read(len(_GATEWAY)) == _GATEWAY
 
 
-def _timed(records: Iterable[tuple[dict[str, Any], Span]]) -> Iterator[tuple[float, dict[str, Any], Span]]:
+def timed(records: Iterable[tuple[dict[str, Any], Where]]) -> Iterator[tuple[float, dict[str, Any], Where]]:
     """The records of one process, each with a time that is never before that of the one before it."""
     now = 0.0
-    for record, span in records:
+    for record, where in records:
         told = record.get("time")
         now = max(now, told) if isinstance(told, float | int) else now
-        yield now, record, span
+        yield now, record, where
 
 
 def _sorted(keys: Iterable[Key], rank: Callable[[Key], Rank]) -> list[Key]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, get_args
@@ -13,6 +14,7 @@ from pydantic_core import ErrorDetails
 Loc = tuple[int | str, ...]
 
 _SHOWN = ("literal_error", "extra_forbidden")
+_NAMELESS = '""'
 _SECRET = ("api_key", "api_keys", "admin_key", "state")
 
 
@@ -25,8 +27,8 @@ class InvalidSettings(ValueError):
 
 
 def dotted(loc: Loc) -> str:
-    """`("pools", 0, "name")` as a person writes it: `pools[0].name`."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    """`("pools", 0, "name")` as a person writes it: `pools[0].name`; a key without a name is `""`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part or _NAMELESS}" for part in loc)
     return text.removeprefix(".")
 
 
@@ -43,12 +45,26 @@ def lines(model: type[BaseModel], error: ValidationError, origin: Callable[[Loc]
     `origin` names what gave the value at a place, where that is not the file.
     """
     found = error.errors(include_url=False)
-    return [
-        line + (f" (from {source})" if (source := origin(fault["loc"])) else "")
-        for fault in found
-        if not any(_echoes(fault, other) for other in found)
-        for line in _said(model, fault)
-    ]
+    told = []
+    for fault in found:
+        if not any(_echoes(fault, other) for other in found):
+            source = origin(fault["loc"])
+            said = _no_json(fault) if source else None
+            told += [line + (f" (from {source})" if source else "") for line in said or _said(model, fault)]
+    return told
+
+
+def _no_json(fault: ErrorDetails) -> list[str] | None:
+    """What is wrong with a variable that began as JSON does. Its text is not shown: there may be keys in it."""
+    value = fault["input"]
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return None
+    try:
+        json.loads(value)
+    except json.JSONDecodeError as error:
+        why = error.msg[:1].lower() + error.msg[1:]
+        return [f"{dotted(fault['loc'])}: is no JSON: {why}, at character {error.pos + 1}"]
+    return None
 
 
 def _echoes(fault: ErrorDetails, other: ErrorDetails) -> bool:

@@ -91,7 +91,7 @@ class _Environment(EnvSettingsSource):
         self.env_vars = {name.lower(): None if value == "null" else value for name, value in env.items()}
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        """A text that is no JSON stays what it is; the schema says what is wrong with it."""
+        """A text that is no JSON stays what it is: it may be words, else the schema refuses it."""
         with suppress(ValueError):
             if value.lstrip().startswith(("[", "{")):
                 return super().decode_complex_value(field_name, field, value)

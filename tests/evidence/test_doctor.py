@@ -239,6 +239,27 @@ async def test_who_does_not_answer_is_named_and_nothing_is_sure(
     assert "policy-1 is down: /health did not answer" in out
 
 
+async def test_of_a_server_that_nobody_reached_nothing_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = configured(tmp_path, pool("policy", "http://127.0.0.1:9"))
+    status, out = await said(file, capsys)
+    assert status == 2
+    assert [line.split() for line in out.splitlines() if "fingerprint" in line] == [["fingerprint", "–"]]
+    assert out.rstrip().endswith("whether strict would serve is not known while a replica is down: policy-0")
+    _, told = await said(file, capsys, "--json")
+    assert json.loads(told)["pools"]["policy"]["replicas"]["policy-0"]["fingerprint"] is None
+
+
+async def test_what_is_fatal_is_refused_whoever_else_does_not_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with engines(GOOD_VLLM | {"deterministic": False}) as urls:
+        status, out = await said(configured(tmp_path, pool("policy", *urls, "http://127.0.0.1:9")), capsys)
+    assert status == 2
+    assert out.rstrip().endswith("strict would refuse: each finding marked fatal has to be mended")
+
+
 def test_no_pools_is_a_wrong_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 2
     assert capsys.readouterr().err.startswith("detgate: pools: none")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gateway import schemes
 from gateway.evidence import diff as diffing
 from gateway.evidence.diff import Diff, compare
 from gateway.evidence.ledgers import find
@@ -187,6 +188,35 @@ def test_causes(compared: Compare, changes: dict[str, Any], cause: str | None, w
     found = compared([a], [b])
     assert [each.cause for each in found.kept] == ([] if cause is None else [cause])
     assert words in (found.kept[0].detail if found.kept else "")
+
+
+def _derived(session: str, master: int) -> int:
+    return schemes.load("v1").seed(master, session, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("alone", "why"),
+    [
+        ("b", "the master seed is 42 in A; that of B is not known (no run.json beside its records), and most likely"),
+        ("a", "the master seed is 43 in B; that of A is not known (no run.json beside its records), and most likely"),
+        ("ab", "the ledgers do not tell why (no run.json beside the records); most likely the master seed"),
+        ("", "the master seed is 42 in A, 43 in B"),
+    ],
+)
+def test_a_master_seed_that_is_not_known_is_no_clients_seed(tmp_path: Path, alone: str, why: str) -> None:
+    for name, master in (("a", 42), ("b", 43)):
+        write(tmp_path / name, request("s", 0, seed=_derived("s", master)), seed=master)
+    for name in alone:
+        (tmp_path / name / "run.json").unlink()
+    [found] = compare(find("a", tmp_path), find("b", tmp_path)).kept
+    assert why in found.detail
+
+
+def test_a_seed_that_does_not_follow_from_the_master_seed_is_a_clients(tmp_path: Path) -> None:
+    for name, seed in (("a", _derived("s", 42)), ("b", 5)):
+        write(tmp_path / name, request("s", 0, seed=seed))
+    [found] = compare(find("a", tmp_path), find("b", tmp_path)).kept
+    assert "in B it does not follow from the master seed: a client's seed is mixed in" in found.detail
 
 
 def test_asked_for_again_is_another_history(compared: Compare) -> None:

@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from gateway import __version__, schemes
 from gateway.cli import main
 from gateway.core import canonical, ids, indexing, routing
+from tests.evidence.ledger import Records, request, write
 from tests.evidence.runs import ask, recorded
 from tests.golden.make import FOLDER
 
@@ -191,6 +193,69 @@ async def test_a_home_is_among_the_replicas_that_there_were(tmp_path: Path, caps
     status, found = replay(capsys, tmp_path / "a")
     assert status == 1
     assert {each["what"] for each in found["differences"]} == {"replica"}
+
+
+def _sent(session: str, names: list[str], at: float, gateway: str | None, **told: Any) -> Records:
+    """A request of a session, sent to its home among these replicas."""
+    home = [routing.best(f"{session}:0", names)]
+    seed = schemes.load("v1").seed(told.pop("master", 42), session, 0, None)
+    opened, closed = request(session, 0, seed=seed, digest="00" * 16, gateway=gateway, time=at, repeat=0, **told)
+    return [opened, closed | {"candidates": home, "replicas": home, "loads": None, "time": at + 1}]
+
+
+def _written(folder: Path, *segments: Records) -> Path:
+    write(folder, [], pools={"policy": POLICY[:2]})
+    (folder / "1-1.jsonl").unlink()
+    for number, records in enumerate(segments):
+        (folder / f"{number}-{number}.jsonl").write_bytes(b"".join(orjson.dumps(each) + b"\n" for each in records))
+    return folder
+
+
+def _gateway(name: str) -> dict[str, Any]:
+    return {"event": "gateway", "time": 1.0, "run": "r", "gateway": name}
+
+
+def _changed(at: float, *names: str) -> dict[str, Any]:
+    return {"event": "fleet", "time": at, "run": "r", "change": "added", "pool": "policy", "replicas": list(names)}
+
+
+MOVED = next(
+    str(n)
+    for n in range(99)
+    if routing.best(f"{n}:0", POLICY[:2]) not in {routing.best(k, POLICY) for k in (f"{n}", f"{n}:0")}
+)
+"""A session whose home another replica becomes, by either key."""
+
+
+def test_each_of_several_gateways_has_its_own_fleet_whatever_another_wrote_before(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    first = [_gateway("a"), _changed(50.0, *POLICY), *_sent(f"{MOVED}-2", POLICY, 60.0, "a")]
+    second = [_gateway("b"), *_sent(MOVED, POLICY[:2], 10.0, "b"), _changed(50.1, *POLICY)]
+    rotated = _sent(MOVED, POLICY, 70.0, "b", identity=MOVED)
+    status, found = replay(capsys, _written(tmp_path / "r", first, second, rotated))
+    assert (status, found["differences"], found["checked"]["replica"]) == (0, [], 3)
+
+
+def test_a_fleet_is_that_of_the_configuration_when_its_gateway_starts_anew(tmp_path: Path, capsys: Capture) -> None:
+    first = [*_sent(MOVED, POLICY[:2], 10.0, None), _changed(20.0, *POLICY)]
+    status, found = replay(capsys, _written(tmp_path / "r", first, _sent(MOVED, POLICY[:2], 30.0, None)))
+    assert (status, found["differences"], found["checked"]["replica"]) == (0, [], 2)
+
+
+def test_a_fleet_may_change_while_a_request_is_in_flight(tmp_path: Path, capsys: Capture) -> None:
+    opened, closed = _sent(MOVED, POLICY[:2], 10.0, "a")
+    status, found = replay(capsys, _written(tmp_path / "r", [opened, _changed(10.5, *POLICY), closed]))
+    assert (status, found["differences"], found["checked"]["replica"]) == (0, [], 1)
+    status, found = replay(capsys, _written(tmp_path / "s", [_changed(9.0, *POLICY), opened, closed]))
+    assert (status, found["checked"]["replica"], found["different"]) == (1, 1, 1)
+
+
+def test_a_session_that_another_gateway_created_has_its_master_seed(tmp_path: Path, capsys: Capture) -> None:
+    used = [_gateway("a"), *_sent("s", POLICY[:2], 10.0, "a", master=9)]
+    created = [_gateway("b"), {"event": "session", "time": 5.0, "run": "r", "session": "s", "seed": 9}]
+    status, found = replay(capsys, _written(tmp_path / "r", used, created))
+    assert (status, found["differences"], found["checked"]["seed"]) == (0, [], 1)
 
 
 def test_a_folder_without_records_is_unusable(tmp_path: Path, capsys: Capture) -> None:

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from gateway.cli import main
+from gateway.evidence import commands, replay_plans
 from gateway.evidence import recorded as recording
-from gateway.evidence import replay_plans
 from gateway.evidence.ledgers import Unusable, find
 from gateway.evidence.replay_requests import Failed, Notes, Target, send
 from gateway.sim import SimServer, SimSettings
@@ -25,6 +25,8 @@ from tests.harness import MODEL, Gate, chat, pool
 
 CHAT = "/v1/chat/completions"
 TALK = ["What is there to see?", "And after that?", "And in the evening?"]
+BODY: dict[str, Any] = {"request_body": "{}", "request_bytes": 2}
+HASH = f"sha256:{'0' * 64}"
 SAME: dict[str, Any] = {"sim": {"prefix_cache": False}, "routing": {"slack": "inf", "on_home_down": "next"}}
 
 
@@ -94,6 +96,21 @@ async def test_what_is_other_at_the_second_time_is_named(tmp_path: Path) -> None
     assert dict(found.roots) == {"other-seed": 3}
     assert found.first is not None
     assert (found.first.one.identity, found.first.one.index) == ("3:0", 0)
+
+
+async def test_master_seeds_that_differ_are_told_where_the_new_run_is_here(tmp_path: Path) -> None:
+    async with recorded(tmp_path, "a", **SAME) as (gate, _):
+        await ask(gate, "s", "hi")
+        created = (await gate.http.post("/sessions", json={"identity": "own", "seed": 9})).json()
+        key = {"Authorization": f"Bearer {created['api_key']}"}
+        await gate.http.post(CHAT, json=chat("hi", max_tokens=4), headers=key)
+    async with recorded(tmp_path, "own", seed=7, **SAME) as (gate, _):
+        found = await again(tmp_path, gate, "b", kept=tmp_path / "b")
+        unknown = await again(tmp_path, gate, "c")
+    assert [(each.one.identity, each.detail.partition(": ")[2]) for each in found.kept] == [
+        ("s", "the master seed is 42 in A, 7 in B")
+    ]
+    assert "that of B is not known" in unknown.kept[0].detail
 
 
 async def test_requests_are_in_flight_together_as_they_were(tmp_path: Path) -> None:
@@ -234,3 +251,71 @@ async def _started(folder: Path, *command: str) -> asyncio.subprocess.Process:
 def test_neither_url_nor_pools_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "requests", "a", "--ledger", str(tmp_path)]) == 2
     assert "pools: none" in capsys.readouterr().err
+
+
+def test_that_it_can_go_on_is_said_after_what_stopped_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a", request("s", 0, **BODY))
+    assert main(["replay", "requests", "a", "--ledger", str(tmp_path), "--url", "http://127.0.0.1:9"]) == 2
+    stopped, further = capsys.readouterr().err.splitlines()
+    assert stopped.startswith("detgate: http://127.0.0.1:9 does not answer: ")
+    assert further == "detgate: the same command goes on where it stopped"
+
+
+def test_notes_that_cannot_be_kept_are_told_before_anything_is_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    created = {"event": "session", "session": "s", "identity": "s"}
+    write(tmp_path / "a", [created], request("s", 0, **BODY))
+    command = ["replay", "requests", "a", "--ledger", str(tmp_path), "--url", "http://127.0.0.1:9"]
+    assert main([*command, "--run", "nowhere/b"]) == 2
+    why = "nowhere/b.replay.json: cannot be written: no such file or directory"
+    assert capsys.readouterr().err == f"detgate: {why}\n"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            {"admin_key": HASH},
+            "auth.admin_key: a hash, and the key itself is needed: give it by DETGATE_AUTH__ADMIN_KEY",
+        ),
+        ({"api_keys": [HASH]}, "auth.api_keys: hashes, and a key itself is needed: give one by OPENAI_API_KEY"),
+    ],
+)
+def test_a_hash_is_no_key_to_send(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    keys: dict[str, Any],
+    said: str,
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    file = tmp_path / "gateway.yaml"
+    file.write_text(yaml.safe_dump({"pools": [pool("policy", "http://127.0.0.1:9")], "auth": keys}))
+    assert main(["replay", "requests", "a", "--config", str(file), "--url", "http://127.0.0.1:9"]) == 2
+    assert capsys.readouterr().err == f"detgate: {said}\n"
+
+
+@pytest.mark.parametrize("url", [[], ["--url", "http://127.0.0.1:9"]])
+def test_a_gateway_of_its_own_keeps_the_new_run_where_its_file_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: list[str]
+) -> None:
+    """`--ledger` is where this command looks for runs."""
+    targets: list[Target] = []
+
+    async def again(script: object, target: Target, *_: object) -> None:
+        targets.append(target)
+        raise Failed("enough")
+
+    monkeypatch.setattr(commands, "_again", again)
+    write(tmp_path / "here" / "a", request("s", 0, run="a", **BODY))
+    file = tmp_path / "gateway.yaml"
+    settings = {"pools": [pool("policy", "http://127.0.0.1:9")], "ledger": {"path": str(tmp_path / "there")}}
+    file.write_text(yaml.safe_dump(settings))
+    command = ["replay", "requests", "a", "--ledger", str(tmp_path / "here"), "--config", str(file), *url]
+    assert main(command) == 2
+    assert [target.kept for target in targets] == [tmp_path / ("here" if url else "there") / "a-replay"]

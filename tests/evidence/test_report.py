@@ -165,3 +165,24 @@ def test_equal_runs_have_a_page_that_says_so(tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     assert main(["diff", "a", "b", "--ledger", str(tmp_path), "--html", str(file)]) == 0
     assert '"equal":true' in file.read_text()
+
+
+def test_a_page_that_cannot_be_written_is_told_before_anything_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "nowhere" / "report.html"
+    assert main(["diff", "a", "b", "--ledger", str(tmp_path), "--html", str(file)]) == 2
+    assert capsys.readouterr().err == f"detgate: {file}: cannot be written: no such file or directory\n"
+
+
+def test_a_page_that_can_be_written_no_more_hides_no_comparison(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run in "ab":
+        write(tmp_path / run, request("s", 0))
+    monkeypatch.setattr("gateway.evidence.files.unwritable", lambda _: None)
+    file = tmp_path / "nowhere" / "report.html"
+    assert main(["diff", "a", "b", "--ledger", str(tmp_path), "--html", str(file)]) == 2
+    told = capsys.readouterr()
+    assert told.out == "equal: 1 requests, 1 sessions\n"
+    assert told.err == f"detgate: {file}: cannot be written: no such file or directory\n"

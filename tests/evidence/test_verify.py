@@ -305,6 +305,50 @@ async def test_a_report_that_a_gateway_did_not_take_is_an_error(tmp_path: Path) 
     assert await asyncio.to_thread(main, ["verify", "--config", str(file), "--tell", "http://127.0.0.1:9"]) == 2
 
 
+async def _examined(*_: object) -> verify.Verification:
+    raise AssertionError("canaries were sent")
+
+
+@pytest.mark.parametrize("flag", ["--json", "--junit"])
+def test_a_report_that_cannot_be_written_is_told_before_canaries_are_sent(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "examine", _examined)
+    file = tmp_path / "nowhere" / "report"
+    assert main(["verify", "--worker-urls", "http://127.0.0.1:9", flag, str(file)]) == 2
+    assert capsys.readouterr().err == f"detgate: {file}: cannot be written: no such file or directory\n"
+
+
+async def test_a_report_that_can_be_written_no_more_is_shown_and_exits_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, examine = tmp_path / "reports", verify.examine
+    folder.mkdir()
+
+    async def meanwhile(*given: Any) -> verify.Verification:
+        folder.rmdir()
+        return await examine(*given)
+
+    monkeypatch.setattr(verify, "examine", meanwhile)
+    command = ["verify", "--worker-urls", "http://127.0.0.1:9", "--ledger", str(tmp_path / "ledger")]
+    assert await asyncio.to_thread(main, [*command, "--json", str(folder / "report.json")]) == 2
+    told = capsys.readouterr()
+    assert told.err == f"detgate: {folder / 'report.json'}: cannot be written: no such file or directory\n"
+    assert told.out.rstrip().endswith("not passed")
+
+
+def test_a_hash_is_no_key_to_tell_a_gateway_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "examine", _examined)
+    file = tmp_path / "gateway.yaml"
+    keys = {"admin_key": f"sha256:{'0' * 64}"}
+    file.write_text(json.dumps({"pools": [pool("policy", "http://127.0.0.1:9")], "auth": keys}))
+    assert main(["verify", "--config", str(file), "--tell", "http://127.0.0.1:9"]) == 2
+    said = "auth.admin_key: a hash, and the key itself is needed: give it by DETGATE_AUTH__ADMIN_KEY"
+    assert capsys.readouterr().err == f"detgate: {said}\n"
+
+
 @pytest.mark.usefixtures("one_route")
 async def test_the_command_reports_as_text_json_and_junit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ def lines(**flags: Any) -> list[str]:
 
 def test_a_place_is_written_as_in_python() -> None:
     assert dotted(("pools", 0, "replicas", 1, "url")) == "pools[0].replicas[1].url"
+    assert dotted(("", "x")) == '"".x'
 
 
 @pytest.mark.parametrize(

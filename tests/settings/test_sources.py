@@ -107,6 +107,11 @@ def test_keys_stand_in_the_environment_as_words() -> None:
     assert [key.get_secret_value() for key in keys] == ["123", "abc", "d"]
 
 
+def test_a_key_may_begin_as_json_does() -> None:
+    keys = Settings.load(None, {"DETGATE_AUTH__API_KEYS": "[abc {d"}, {}).auth.api_keys
+    assert [key.get_secret_value() for key in keys] == ["[abc", "{d"]
+
+
 def test_an_empty_variable_is_absent_and_null_is_none(config: Path) -> None:
     config.write_text("seed: 1\ntimeouts: {idle: 5}\n")
     env = {"DETGATE_SEED": "", "DETGATE_RUN": "", "DETGATE_WORKER_URLS": "", "DETGATE_TIMEOUTS__IDLE": "null"}
@@ -126,7 +131,15 @@ def test_an_empty_variable_is_absent_and_null_is_none(config: Path) -> None:
             {"DETGATE_ROUTING__SLAK": "1"},
             "routing.slak: unknown key; did you mean slack? (from DETGATE_ROUTING__SLAK)",
         ),
-        ({"DETGATE_POOLS": "[{"}, "pools: a list is needed (not '[{') (from DETGATE_POOLS)"),
+        ({"DETGATE_POOLS": "a"}, "pools: a list is needed (not 'a') (from DETGATE_POOLS)"),
+        (
+            {"DETGATE_POOLS": '[{"name": '},
+            "pools: is no JSON: expecting value, at character 11 (from DETGATE_POOLS)",
+        ),
+        (
+            {"DETGATE_AUTH": '{"admin_key": "secret"'},
+            "auth: is no JSON: expecting ',' delimiter, at character 23 (from DETGATE_AUTH)",
+        ),
         (
             {"DETGATE_TIMEOUTS": "5"},
             "timeouts: a mapping of keys to values is needed (not '5') (from DETGATE_TIMEOUTS)",
