@@ -126,7 +126,7 @@ class JointSessions(Sessions):
 
     # --- life
     async def create(self, run: str, wanted: Wanted, key: str | None = None) -> tuple[list[Session], list[str]]:
-        self._check_random(wanted)
+        self._check_wanted(wanted)
         events, size = self._events[run], wanted.group_size
         wish = "" if key is None else digest(key.encode()).hex()
         await events.catch_up()

@@ -65,6 +65,7 @@ class Sessions:
         self._keys = Keys(settings.auth)
         self._store = store
         self._limit = settings.limits.sessions
+        self._largest = settings.limits.group
         self._idle_seconds = settings.sessions.idle_seconds
         self._failed_reward = settings.sessions.failed_reward
         self._looking = asyncio.Lock()
@@ -160,10 +161,10 @@ class Sessions:
         """Create a session, or a group of sessions, and the key of each.
 
         `key`: the key of a session that has ended, which the first one shall have; any other is not taken. Raises
-        `CallerFault` for what cannot be an identity, `Conflict` where the key's session has not ended, `Busy` where too
-        many are live or the ledger cannot be written; nothing is created then.
+        `CallerFault` for what cannot be an identity and for a group that is too large, `Conflict` where the key's
+        session has not ended, `Busy` where too many are live or the ledger cannot be written; nothing is created then.
         """
-        self._check_random(wanted)
+        self._check_wanted(wanted)
         self.sweep()
         if self.live + (wanted.group_size or 1) > self._limit:
             raise too_many(self.live)
@@ -184,7 +185,12 @@ class Sessions:
             self._take(session)
         return sessions, keys
 
-    def _check_random(self, wanted: Wanted) -> None:
+    def _check_wanted(self, wanted: Wanted) -> None:
+        """Raises `CallerFault` for what can never be created, before anything is made of it."""
+        for name, most in (("limits.group", self._largest), ("limits.sessions", self._limit)):
+            if (wanted.group_size or 1) > most:
+                why = f"A group of {wanted.group_size} is larger than {name}, {most}."
+                raise CallerFault(why, param="group_size")
         if self._strict and random_like(wanted.identity):
             raise CallerFault(
                 "This identity holds a random id, so no other run could repeat it. Name the session by what it is "

@@ -7,7 +7,7 @@ import json
 import os
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ import pytest
 
 from gateway import schemes
 from gateway.ledger.reader import Segments
+from gateway.session import Wanted
 from gateway.sessions import Sessions
 from gateway.settings import Settings
 from gateway.stores.memory import MemoryStore
 from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, chat, completion, gateway, polite, pool
 from tests.processes import serving
+from tests.redis_server import RedisServer
 
 CHAT = "/v1/chat/completions"
 UUID = "2f1b3c4d-5e6f-4a1b-8c2d-9e0f1a2b3c4d"
@@ -220,6 +222,40 @@ async def test_live_sessions_are_bounded_and_ended_ones_make_room() -> None:
         held = gate.gateway.sessions
         assert len(held._ended) <= 3
         assert len(held._sessions) == len(held._by_key) == held.live + len(held._ended)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
+async def test_a_group_that_is_too_large_is_refused_before_a_list_of_its_members_is_made(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    async with AsyncExitStack() as stack:
+        settings: dict[str, Any] = {}
+        if shared:
+            settings = {"state": (await stack.enter_async_context(RedisServer())).url, "run": "r"}
+        _, gate = await stack.enter_async_context(gate_of(limits={"group": 3, "sessions": 5}, **settings))
+        await create(gate, "a", group_size=3)
+        monkeypatch.setattr(Wanted, "identities", property(lambda wanted: pytest.fail("it has members")))
+        for path, name in (
+            ("/sessions", "identity"),
+            ("/rl/start_session", "task_id"),
+            ("/v1/rl/start_session", "task_id"),
+        ):
+            for size in (4, 10**15):
+                large = await gate.http.post(path, json={name: "b", "group_size": size})
+                assert refused(large) == (400, "invalid_request")
+                assert large.json()["error"]["param"] == "group_size"
+                assert "limits.group, 3" in large.json()["error"]["message"]
+    assert Settings.load(None, {}, {"pools": [pool("policy", "http://a")]}).limits.group == 4096
+
+
+@pytest.mark.parametrize("path", ["/sessions", "/rl/start_session"])
+async def test_a_group_that_there_could_never_be_room_for_is_refused_for_good(path: str) -> None:
+    async with gate_of(limits={"sessions": 2}) as (_, gate):
+        large = await gate.http.post(
+            path, json={"identity" if path == "/sessions" else "task_id": "a", "group_size": 3}
+        )
+        assert refused(large) == (400, "invalid_request")
+        assert "limits.sessions, 2" in large.json()["error"]["message"]
 
 
 async def test_an_id_is_given_once_although_its_session_is_long_forgotten() -> None:
