@@ -50,8 +50,8 @@ def ended_record(session: Session, why: str | None) -> dict[str, Any]:
     }
 
 
-def rewarded_record(session: Session, interaction: Interaction, reward: float) -> dict[str, Any]:
-    """The ledger's record of a reward."""
+def rewarded_record(session: Session, interaction: Interaction, reward: float, total: float) -> dict[str, Any]:
+    """The ledger's record of a reward. `total`: what its session's rewards are now together."""
     run, name = session.place
     return {
         "event": "reward",
@@ -62,7 +62,7 @@ def rewarded_record(session: Session, interaction: Interaction, reward: float) -
         "index": interaction.index,
         "reward": reward,
         "before": interaction.reward,
-        "session_reward": float(session.with_reward(interaction.reward, reward)),
+        "session_reward": total,
     }
 
 

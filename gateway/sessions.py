@@ -22,7 +22,7 @@ from gateway.core.identity import Known, Named, text
 from gateway.core.ids import random_like
 from gateway.keys import Keys, digest
 from gateway.ledger.writer import Ledger
-from gateway.session import Group, Interaction, Session, Visitor, Wanted
+from gateway.session import LARGEST, Group, Interaction, Session, Visitor, Wanted
 from gateway.session_records import Created, again, created_record, ended_record, rewarded_record
 from gateway.settings import Settings
 from gateway.shelf import Entries, Shelf
@@ -306,7 +306,8 @@ class Sessions:
         """Give a request its reward; one that it had before counts no more.
 
         `name`: its own id or its answer's; None: the last that was delivered. `look` finds one that is remembered no
-        more. Raises `CallerFault` where there is none, `Gone`, `LedgerFault`.
+        more. Raises `CallerFault` where there is none and where the sum would be no finite number, `Gone`,
+        `LedgerFault`.
         """
         if session.state != "open":
             raise no_rewards(session)
@@ -320,7 +321,10 @@ class Sessions:
     def _give(self, session: Session, interaction: Interaction, reward: float) -> None:
         if session.state != "open":
             raise no_rewards(session)
-        self._ledgers[session.known.run].opened(rewarded_record(session, interaction, reward))
+        total = session.with_reward(interaction.reward, reward)
+        if abs(total) > LARGEST:
+            raise too_large_a_reward()
+        self._ledgers[session.known.run].opened(rewarded_record(session, interaction, reward, float(total)))
         session.add(interaction.reward, reward)
         interaction.reward = reward
         if not session.open:
@@ -380,7 +384,10 @@ class Sessions:
         """End what is idle for too long, as long as this runs."""
         while True:
             await asyncio.sleep(min(LONGEST, max(SHORTEST, self._idle_seconds / SWEEPS)))
-            self.sweep()
+            try:
+                self.sweep()
+            except Exception:
+                log.exception("sessions could not be looked after; tries again")
 
     def sweep(self) -> None:
         """End every session that was idle for too long: nobody said that it was done, so it has failed."""
@@ -462,6 +469,15 @@ def active(session: str) -> Conflict:
 def no_rewards(session: Session) -> Gone:
     """The refusal of a reward that comes too late."""
     return Gone(f"Session {session.known.session} has ended and takes no rewards.", code="session_ended")
+
+
+def too_large_a_reward() -> CallerFault:
+    """The refusal of a reward that would make the sum of its session's rewards no finite number."""
+    return CallerFault(
+        f"With this reward the rewards of the session would add up to more than {float(LARGEST)}.",
+        code="reward_too_large",
+        param="reward",
+    )
 
 
 def numbered(name: str, ordinal: int) -> str:

@@ -253,6 +253,36 @@ async def test_a_lost_message_costs_time_alone(tmp_path: Path, monkeypatch: pyte
         link._link.subscribe(link._channel, link._hear)
 
 
+async def test_what_cannot_be_taken_in_is_passed_over_and_all_loops_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "LOOK_SECONDS", 0.05)
+
+    def failing(of: object, name: str, times: int = 1) -> None:
+        whole, left = getattr(of, name), [None] * times
+
+        def fails(*given: Any) -> Any:
+            if left:
+                left.pop()
+                raise OverflowError(name)
+            return whole(*given)
+
+        monkeypatch.setattr(of, name, fails)
+
+    async with RedisServer() as server, desks(server.url, tmp_path, sessions={"idle_seconds": 0.6}) as (one, two):
+        await two.create("before")
+        failing(two.sessions, "created")
+        failing(two.sessions, "_sweep")
+        failing(two.sessions._events[RUN], "_heard")
+        await one.create("a")
+        await one.create("b")
+        await until(lambda: two.get("b"))
+        assert two.get("a") is None
+        await until(lambda: two.get("b").state == "failed")  # type: ignore[union-attr]
+        for desk in (one, two):
+            assert desk.sessions._link.generation == 1
+
+
 @pytest.mark.parametrize("how", ["flushed", "another server", "an older copy"])
 async def test_a_store_that_forgot_is_told_again_by_whoever_knows(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

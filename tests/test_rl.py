@@ -6,9 +6,11 @@ import asyncio
 import itertools
 import os
 import random
+import sys
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import pytest
 from gateway import schemes
 from gateway.session import RECENT
 from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
+from tests.redis_server import RedisServer
 from tests.test_sessions import CHAT, ask, bearer, create, gate_of, left_behind, lines, refused, said
 
 BOSS: dict[str, Any] = {"auth": {"admin_key": "boss"}}
@@ -347,6 +350,53 @@ async def test_a_reward_that_is_given_again_counts_once_and_sums_are_exact_in_an
             assert [reward for _, reward, _ in await rewards(gate, "a")] == [0.3, 1e16, -1e16, 0.2]
             totals.add(state["reward"])
     assert totals == {0.5}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
+async def test_rewards_whose_sum_would_be_no_finite_number_are_refused_and_change_nothing(shared: bool) -> None:
+    most = sys.float_info.max
+    steps = [
+        ("a:0", most),
+        ("a:1", 1.0),  # refused: exact, it is more than the largest
+        ("a:1", -1.0),
+        ("a:2", 1.0),
+        ("a:2", 1.5),  # refused
+        ("a:2", most),  # refused
+        ("a:1", -most),
+        ("a:2", most),
+        ("a:0", -1.7e308),
+        ("a:2", -1.7e308),  # refused
+        ("a:1", 0.0),
+    ]
+    async with AsyncExitStack() as stack:
+        settings: dict[str, Any] = {}
+        if shared:
+            settings = {"state": (await stack.enter_async_context(RedisServer())).url, "run": "r"}
+        worker = await stack.enter_async_context(FakeWorker(Numbered()))
+        gate = await stack.enter_async_context(gateway(pool("policy", worker.url), **settings))
+        key = (await start(gate, "a"))["api_key"]
+        for text in "xyz":
+            await ask(gate, key, text)
+        given: dict[str, float] = {}
+        for name, reward in steps:
+            expected = sum(map(Fraction, (given | {name: reward}).values()), Fraction())
+            answer = await post(gate, "/rl/set_reward", key, interaction_id=name, reward=reward)
+            if abs(expected) > most:
+                assert refused(answer) == (400, "reward_too_large")
+                assert answer.json()["error"]["param"] == "reward"
+            else:
+                assert answer.status_code == 200, answer.text
+                given[name] = reward
+            total = float(sum(map(Fraction, given.values()), Fraction()))
+            assert (await gate.http.get("/sessions/a")).json()["reward"] == total
+        assert [r for _, r, _ in await rewards(gate, "a")] == [given[f"a:{number}"] for number in range(3)]
+        assert (await post(gate, "/rl/end_session", key)).status_code == 200
+        records = gate.records()
+        assert len([each for each in records if each["event"] == "reward"]) == 7
+        assert [each["session_reward"] for each in records if each["event"] == "session_ended"] == [total]
+        await start(gate, "b")
+        if shared:
+            assert await gate.gauge("detgate_store_errors_total") == 0
 
 
 async def test_a_request_that_is_long_past_is_found_in_the_ledger() -> None:

@@ -289,6 +289,22 @@ async def test_what_is_idle_for_too_long_has_failed() -> None:
         assert (ended["session"], ended["state"]) == ("a", "failed")
 
 
+async def test_who_looks_for_the_idle_goes_on_though_one_look_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gate_of(sessions={"idle_seconds": 0.2}) as (_, gate):
+        sessions = gate.gateway.sessions
+        failed = asyncio.Event()
+
+        def fails() -> None:
+            failed.set()
+            raise OverflowError
+
+        monkeypatch.setattr(sessions, "sweep", fails)
+        await failed.wait()
+        monkeypatch.undo()
+        await create(gate, "a")
+        await gate.until(lambda: sessions.live == 0)
+
+
 async def test_a_session_with_an_open_request_is_not_idle() -> None:
     release = asyncio.Event()
 
