@@ -23,7 +23,7 @@ from gateway.core.ids import random_like
 from gateway.keys import Keys, digest
 from gateway.ledger.writer import Ledger
 from gateway.session import LARGEST, Group, Interaction, Session, Visitor, Wanted
-from gateway.session_records import Created, again, created_record, ended_record, rewarded_record
+from gateway.session_records import Created, Open, again, created_record, ended_record, rewarded_record
 from gateway.settings import Settings
 from gateway.shelf import Entries, Shelf
 from gateway.stores import Store
@@ -405,7 +405,7 @@ class Sessions:
     def restoring(self, run: str, folder: Path, records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Know the sessions of a run by its records, which are passed on."""
         self._put_by(run, folder / "sessions.db")
-        created = Created(run)
+        created, still_open = Created(run), Open()
         for record in records:
             event, name = record.get("event"), record.get("session")
             if event == "session":
@@ -415,7 +415,11 @@ class Sessions:
                 self._ended_before(run, record["session"], record["why"])
             elif name is not None and (known := self._sessions.get((run, name))) is not None:
                 again(known, record)
+                still_open.read(record)
             yield record
+        for end in still_open.lost():
+            if (known := self._sessions.get((run, end["session"]))) is not None:
+                again(known, end)
 
     def _ended_before(self, run: str, name: str, why: str | None) -> None:
         session = self._sessions.get((run, name)) or Session(Known(run, name, name), None)

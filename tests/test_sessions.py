@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -531,6 +532,49 @@ async def test_a_session_whose_last_request_was_not_delivered_has_failed() -> No
     assert "not delivered" in str(outcomes[0][1])
     assert outcomes[1:] == [("ended", None), ("ended", None)]
     assert (state["state"], state["why"]) == ("failed", "tool broke")
+
+
+async def test_after_a_crash_it_is_known_what_the_last_request_came_to(tmp_path: Path) -> None:
+    asked = asyncio.Event()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        match seen.json["messages"][0]["content"]:
+            case "bad":
+                reply.json({"error": {"message": "no"}}, 500)
+            case "slow":
+                asked.set()
+                await asyncio.Event().wait()
+            case _:
+                reply.json(completion())
+
+    sessions = {"a": ("good", "bad"), "b": ("bad", "good"), "c": ("good", "slow"), "d": ()}
+    async with FakeWorker(script) as worker:
+        alone = pool("policy", worker.url)
+        async with gateway(alone, ledger={"path": str(tmp_path / "live")}, run="r", limits={"attempts": 1}) as gate:
+            for name, texts in sessions.items():
+                key = (await create(gate, name))["api_key"]
+                for text in texts:
+                    asking = asyncio.create_task(ask(gate, key, text))
+                    await (asked.wait() if text == "slow" else asking)
+            gate.gateway.runs.own.ledger.flush()
+            for number in range(2):
+                shutil.copytree(tmp_path / "live", tmp_path / str(number))
+            live = (await gate.http.delete("/sessions/a")).json()
+            asking.cancel()
+        for number in range(2):
+            ledger = {"path": str(tmp_path / str(number))}
+            if number:  # once more: the ends are in the ledger now
+                async with gateway(alone, ledger=ledger, run="r") as gate:
+                    pass
+            async with gateway(alone, ledger=ledger, run="r", resume=True) as gate:
+                told = {name: (await gate.http.delete(f"/sessions/{name}")).json() for name in sessions}
+                assert (told["a"]["state"], told["a"]["why"]) == (live["state"], live["why"])
+                assert live["state"] == "failed"
+                assert (told["c"]["state"], told["c"]["why"]) == (
+                    "failed",
+                    "its last request was not delivered: gateway-lost",
+                )
+                assert told["b"]["state"] == told["d"]["state"] == "ended"
 
 
 async def test_a_session_that_nobody_created_is_read_and_ended_all_the_same() -> None:

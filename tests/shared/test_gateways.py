@@ -248,6 +248,41 @@ async def test_what_a_dead_gateway_had_in_flight_is_released_by_whoever_notices(
                 assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
 
 
+async def test_a_session_whose_last_request_died_with_its_gateway_has_failed() -> None:
+    held = Held()
+    async with RedisServer() as server, Front(server.port) as front, FakeWorker(held) as worker:
+        given: dict[str, Any] = {"run": "r", "timeouts": SHORT}
+        async with gateway(pool("policy", worker.url), state=front.url, **given) as doomed:
+            await ready(doomed)
+            async with gateways(1, server.url, worker) as (other,):
+                keys = {}
+                for name in ("last", "again", "later"):
+                    keys[name] = (await other.http.post("/sessions", json={"identity": name})).json()["api_key"]
+
+                def asking(gate: Gate, name: str, text: str = "x") -> asyncio.Task[Any]:
+                    headers = {"authorization": f"Bearer {keys[name]}"}
+                    path = "/v1/chat/completions"
+                    return asyncio.create_task(gate.http.post(path, json=chat(text), headers=headers))
+
+                lost = [asking(doomed, name) for name in keys]
+                await doomed.until(lambda: len(worker.seen) == len(keys))
+                front.close()
+                after = asking(other, "later", "y")
+                await other.until(lambda: len(worker.seen) == len(keys) + 1)
+                held.go.set()
+                assert (await after).status_code == 200
+                await other.until(lambda: sum("gateway-lost" in str(record) for record in other.records()) == 3, 10)
+                assert (await asking(other, "again")).status_code == 200
+                told = {name: (await other.http.delete(f"/sessions/{name}")).json() for name in keys}
+                assert {name: each["state"] for name, each in told.items()} == {
+                    "last": "failed",
+                    "again": "ended",
+                    "later": "ended",
+                }
+                assert told["last"]["why"] == "its last request was not delivered: gateway-lost"
+                await asyncio.gather(*lost)
+
+
 async def test_a_run_must_be_named() -> None:
     with pytest.raises(InvalidSettings, match="run: a name is needed with redis"):
         async with gateway(pool("policy", "http://127.0.0.1:1"), state="redis://127.0.0.1:1"):
