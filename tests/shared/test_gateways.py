@@ -11,9 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.core.errors import StoreFault
+from gateway.core.indexing import Ask
 from gateway.settings import InvalidSettings
+from gateway.stores import ScopeKey
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
-from tests.redis_server import Front, RedisServer
+from tests.redis_server import Front, RedisServer, until
+from tests.stores.redis import store
 
 CHAT = "/v1/chat/completions"
 SLOW = {"gateway": 2.0, "store": 0.5, "settle": 0.5}
@@ -188,6 +192,28 @@ async def test_a_claim_whose_answer_is_lost_loses_no_index() -> None:
             assert index(await ask(gate, "c")) == 2
             kept: Any = gate.gateway._store
             await gate.until(lambda: kept.owed == 0)
+
+
+async def test_a_store_that_refuses_to_write_is_asked_now_and_then_and_in_bounded_time() -> None:
+    async with RedisServer() as server, store(server.url, seconds=1.0) as kept:
+        key, loop = ScopeKey("r", "s", "s"), asyncio.get_running_loop()
+        first = await kept.claim(key, Ask("arrival", b"x" * 16), 1.0)
+        await kept.complete(key, first.index)
+        await kept.settle(key, first.index, used=True)
+
+        async def commands() -> int:
+            _, _, told = (await server.ask("INFO", "stats")).partition(b"total_commands_processed:")
+            return int(told.split()[0])
+
+        await server.ask("CONFIG", "SET", "maxmemory", 1)
+        before, since = await commands(), loop.time()
+        with pytest.raises(StoreFault):
+            await kept.claim(key, Ask("arrival", b"y" * 16), 1.0)
+        assert 0.9 < loop.time() - since < 1.5
+        assert await commands() - before < 500
+        await server.ask("CONFIG", "SET", "maxmemory", 0)
+        assert (await kept.claim(key, Ask("arrival", b"y" * 16), 1.0)).index == 1
+        await until(lambda: kept.owed == 0)
 
 
 async def test_settings_that_decide_are_kept_with_the_run() -> None:
