@@ -616,6 +616,48 @@ async def test_what_cannot_be_given_is_refused() -> None:
         assert refused(await post(gate, "/export_trajectories", "boss", session_id="a")) == (409, "bodies_not_kept")
 
 
+async def test_a_session_that_cannot_be_given_is_left_out_of_those_that_can() -> None:
+    async with training() as (_, gate):
+        keys = {name: (await start(gate, name, "boss"))["api_key"] for name in ("plain", "nan", "half", "beside")}
+        bodies = {
+            "nan": rb'{"model":"test-model","messages":[{"role":"user","content":"hi","x":NaN}]}',
+            "half": rb'{"model":"test-model","messages":[{"role":"user","content":"\ud800"}]}',
+            "beside": rb'{"model":"test-model","messages":[{"role":"user","content":"hi"}],"x":NaN,"y":"\ud800"}',
+        }
+        await ask(gate, keys["plain"])
+        for name, body in bodies.items():
+            assert (await gate.http.post(CHAT, content=body, headers=bearer(keys[name]))).status_code == 200
+        answer = await post(gate, "/export_trajectories", "boss", session_ids=list(keys))
+        assert answer.status_code == 200
+        assert list(answer.json()["interactions"]) == ["chatcmpl-0", "chatcmpl-3"]
+        assert set(answer.json()["left_out"]) == {"nan", "half"}
+        assert answer.json()["left_out"]["nan"].startswith("nan:0: ")
+        assert gate.gateway.sessions.live == 0
+        assert list(await export(gate, session_id="beside")) == ["chatcmpl-3"]
+        alone = await post(gate, "/export_trajectories", "boss", session_id="nan")
+        assert refused(alone) == (409, "turn_unreadable")
+        assert "nan:0" in alone.json()["error"]["message"]
+
+
+async def test_a_reward_that_a_tensor_cannot_hold_leaves_its_session_out() -> None:
+    async def tells_tokens(seen: Seen, reply: Reply) -> None:
+        told = completion(id=f"a-{len(worker.seen)}", prompt_token_ids=[7, 8])
+        told["choices"][0] |= {"token_ids": [3], "logprobs": {"content": [{"logprob": -0.5}]}}
+        reply.json(told)
+
+    with tempfile.TemporaryDirectory() as folder:
+        kept = {"ledger": {"path": folder, "bodies": True}} | BOSS
+        async with FakeWorker(tells_tokens) as worker, gateway(pool("policy", worker.url), **kept) as gate:
+            for name, reward in (("a", 1.0), ("b", 1e39)):
+                key = (await start(gate, name, "boss"))["api_key"]
+                await ask(gate, key)
+                await post(gate, "/rl/set_reward", key, reward=reward)
+            answer = await post(gate, "/export_trajectories", "boss", session_ids=["a", "b"])
+            [given] = answer.json()["interactions"].values()
+            assert "tensor_dict" in given
+            assert set(answer.json()["left_out"]) == {"b"}
+
+
 async def test_ids_that_come_twice_lose_no_turn() -> None:
     with tempfile.TemporaryDirectory() as folder:
         kept = {"ledger": {"path": folder, "bodies": True}} | BOSS
