@@ -38,6 +38,10 @@ local HOLDERS, GROUPS, ORDINALS = root .. 'sessions:keys', root .. 'sessions:gro
 local IDLE, TROUBLE = root .. 'sessions:idle', root .. 'sessions:trouble'
 
 call('HSETNX', ABOUT, 'memory', memory)
+-- Where nothing has happened yet it stays as long as somebody asks; later it ends with all the other keys.
+if call('HLEN', ABOUT) == 1 and call('PTTL', ABOUT) < kept / 2 then
+    call('PEXPIRE', ABOUT, kept)
+end
 
 local function detail(session, part)
     return root .. 'session:' .. session .. ':' .. part
@@ -177,6 +181,7 @@ function operations.retell()
             finish(session, why)
         end
     end
+    keep()
     return {}
 end
 
@@ -214,6 +219,16 @@ function operations.hold()
     return {}
 end
 
+-- The answer's id of a request that is remembered leads to it no more.
+local function unlink_answer(recent, number)
+    local known = call('HGET', recent, number)
+    local answer = known and cjson.decode(known)[4] or ''
+    if answer ~= '' and call('HGET', recent, 'a:' .. answer) == number then
+        call('HDEL', recent, 'a:' .. answer)
+    end
+    return known
+end
+
 -- session, trouble as JSON or nothing, then of a delivered request that samples: identity, index, request id, answer id
 function operations.left()
     local session, trouble = ARGV[FIRST], ARGV[FIRST + 1]
@@ -222,6 +237,10 @@ function operations.left()
     end
     if trouble ~= '' then
         call('HSET', TROUBLE, session, trouble)
+        local left = call('PTTL', ALL)
+        if left > 0 then
+            call('PEXPIRE', TROUBLE, left)
+        end
     else
         call('HDEL', TROUBLE, session)
     end
@@ -234,14 +253,14 @@ function operations.left()
     if not number then
         number = call('HINCRBY', recent, 'last', 1)
         local oldest = string.format('%d', number - RECENT)
-        local gone = call('HGET', recent, oldest)
+        local gone = unlink_answer(recent, oldest)
         if gone then
-            local known = cjson.decode(gone)
-            call('HDEL', recent, oldest, 'r:' .. known[3], 'a:' .. known[4])
+            call('HDEL', recent, oldest, 'r:' .. cjson.decode(gone)[3])
         end
         call('HSET', recent, 'r:' .. request, string.format('%d', number))
     end
     number = string.format('%d', number)
+    unlink_answer(recent, number)
     local text = '[' .. json(identity) .. ',' .. index .. ',' .. json(request) .. ',' .. json(answer) .. ']'
     call('HSET', recent, number, text, 'latest', number)
     if answer ~= '' then
@@ -347,12 +366,12 @@ function operations.sweep()
     for each = FIRST + 3, #ARGV do
         call('ZADD', IDLE, 'XX', now, ARGV[each])
     end
-    if opened() > 0 then
-        keep()
-    end
     local due = most > 0 and call('ZRANGEBYSCORE', IDLE, '-inf', now - idle, 'LIMIT', 0, most) or {}
     for _, session in ipairs(due) do
         finish(session, why)
+    end
+    if #due > 0 or opened() > 0 then
+        keep()
     end
     return due
 end
