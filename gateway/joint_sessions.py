@@ -31,6 +31,7 @@ from gateway.sessions import (
     no_rewards,
     numbered,
     sought,
+    too_large_a_reward,
     too_many,
 )
 from gateway.settings import Settings
@@ -126,7 +127,7 @@ class JointSessions(Sessions):
 
     # --- life
     async def create(self, run: str, wanted: Wanted, key: str | None = None) -> tuple[list[Session], list[str]]:
-        self._check_random(wanted)
+        self._check_wanted(wanted)
         events, size = self._events[run], wanted.group_size
         wish = "" if key is None else digest(key.encode()).hex()
         await events.catch_up()
@@ -182,11 +183,13 @@ class JointSessions(Sessions):
             outcome, *told = await self._events[run].call("reward", *words)
         if outcome == b"ended":
             raise no_rewards(session)
+        if outcome == b"large":
+            raise too_large_a_reward()
         identity, index, before, rewards = told
         interaction = Interaction(identity.decode(), int(index), "", reward=float(before) if before else None)
-        session.stands(session.trouble, session.interactions, _total(rewards))
-        record = rewarded_record(session, interaction, reward)
-        self._ledgers[run].opened({**record, "session_reward": session.reward})
+        total = _total(rewards)
+        session.stands(session.trouble, session.interactions, total)
+        self._ledgers[run].opened(rewarded_record(session, interaction, reward, float(total or 0)))
 
     def hold(self, session: Session, pool: str, version: str) -> None:
         super().hold(session, pool, version)
@@ -229,6 +232,9 @@ class JointSessions(Sessions):
             except StoreFault:
                 # Others may have had no word from the store either: nobody is idle for that.
                 told = False
+            except Exception:
+                told = False
+                log.exception("sessions could not be looked after; tries again")
 
     async def _sweep(self, run: str, most: int) -> None:
         used, self._used = self._used, {place: None for place in self._used if place[0] != run}

@@ -10,10 +10,11 @@ Its trainer also asks `grant_capacity` before it starts a session, and takes wha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import orjson
+import structlog
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from gateway import exports
 from gateway.core import trajectory
 from gateway.core.errors import Busy, CallerFault, Conflict, Gone, NotFound, TooMany, Unauthorized
-from gateway.core.trajectory import Turn, Unkept
+from gateway.core.trajectory import Turn, Unkept, Unreadable
 from gateway.keys import AdminKey, given
 from gateway.ledger.requests import Requests
 from gateway.runs import Runs
@@ -30,6 +31,8 @@ from gateway.sessions import Sessions
 from gateway.sessions_api import Desk, Identity, Reward, named, read
 from gateway.settings import Settings
 from gateway.stores import Store
+
+log = structlog.get_logger("detgate.sessions")
 
 
 class Start(BaseModel):
@@ -180,11 +183,22 @@ class _Routes:
         else:
             known = (self._sessions.session(run, name) for name in asked.session_ids or ())
             found = [session for session in known if session is not None]
-        taken = [await self._turns(session, asked.discount) for session in found]
+        taken, left_out = [], dict[str, str]()
+        for session in found:
+            try:
+                taken.append(await self._turns(session, asked.discount))
+            except Unreadable as unreadable:
+                if asked.session_id is not None:
+                    why = f"Session {asked.session_id} cannot be exported: {unreadable}."
+                    raise Conflict(why, code="turn_unreadable") from None
+                left_out[session.known.session] = str(unreadable)
+                log.warning(
+                    "a session is left out of an export", run=run, session=session.known.session, why=str(unreadable)
+                )
         if asked.session_id is None and asked.remove_session:
             for session in found:
                 await self._sessions.end(session)
-        return StreamingResponse(_interactions(taken), media_type="application/json")
+        return StreamingResponse(_interactions(taken, left_out), media_type="application/json")
 
     async def _ended(self, run: str, name: str) -> Session:
         """A session, when it has ended."""
@@ -263,7 +277,7 @@ class _Routes:
 class Trajectory:
     """The turns of one session in their order. All are read twice, so that one at a time is in memory.
 
-    Raises `Unkept`.
+    Raises `Unkept`, `Unreadable`.
     """
 
     def __init__(self, requests: Requests, discount: float) -> None:
@@ -274,7 +288,7 @@ class Trajectory:
         for turn in self._read():
             rewards.append(turn.reward)
             self.tokens &= turn.tokens is not None
-        self._rewards = trajectory.discounted(rewards, discount)
+        self._rewards = trajectory.discounted(rewards, discount, tensors=self.tokens)
 
     def turns(self) -> Iterator[tuple[Turn, float]]:
         """Each turn and its reward."""
@@ -288,8 +302,11 @@ class Trajectory:
                     yield turn
 
 
-def _interactions(taken: Sequence[Trajectory]) -> Iterator[bytes]:
-    """The answer. Its trainer takes tensors from all turns or from none."""
+def _interactions(taken: Sequence[Trajectory], left_out: Mapping[str, str]) -> Iterator[bytes]:
+    """The answer. Its trainer takes tensors from all turns or from none.
+
+    `left_out`: sessions that are not in it, and why.
+    """
     shape = trajectory.tensors if all(each.tokens for each in taken) else trajectory.strings
     names: set[str] = set()
     yield b'{"interactions":{'
@@ -300,7 +317,10 @@ def _interactions(taken: Sequence[Trajectory]) -> Iterator[bytes]:
                 name = turn.request_id
             yield b"," * bool(names) + orjson.dumps(name) + b":" + orjson.dumps(shape(turn, reward, name))
             names.add(name)
-    yield b"}}"
+    yield b"}"
+    if left_out:
+        yield b',"left_out":' + orjson.dumps(left_out)
+    yield b"}"
 
 
 def _json(status: int, body: Any) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -13,6 +14,9 @@ from gateway.ledger.writer import Mark
 
 RECENT = 64
 """Requests of one session that are remembered for rewards; those before them are in the ledger alone."""
+
+LARGEST = Fraction(sys.float_info.max)
+"""How far from zero the sum of a session's rewards may be, so that it is a finite float."""
 
 UNDELIVERED = "its last request was not delivered: "
 

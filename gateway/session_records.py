@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -50,8 +50,8 @@ def ended_record(session: Session, why: str | None) -> dict[str, Any]:
     }
 
 
-def rewarded_record(session: Session, interaction: Interaction, reward: float) -> dict[str, Any]:
-    """The ledger's record of a reward."""
+def rewarded_record(session: Session, interaction: Interaction, reward: float, total: float) -> dict[str, Any]:
+    """The ledger's record of a reward. `total`: what its session's rewards are now together."""
     run, name = session.place
     return {
         "event": "reward",
@@ -62,7 +62,7 @@ def rewarded_record(session: Session, interaction: Interaction, reward: float) -
         "index": interaction.index,
         "reward": reward,
         "before": interaction.reward,
-        "session_reward": float(session.with_reward(interaction.reward, reward)),
+        "session_reward": total,
     }
 
 
@@ -80,11 +80,34 @@ def again(session: Session, record: dict[str, Any]) -> None:
         session.add(record["before"], record["reward"])
         if interaction is not None:
             interaction.reward = record["reward"]
-    elif event == "closed" and record.get("outcome") == "delivered":
-        if interaction is not None:
+    elif event == "closed":
+        delivered = record.get("outcome") == "delivered"
+        session.trouble = None if delivered else record.get("error") or record.get("outcome")
+        if interaction is not None and delivered:
             session.answered(interaction, record.get("answer_id"))
-    elif event == "closed" and interaction is not None:
-        session.dropped(interaction)
+        elif interaction is not None:
+            session.dropped(interaction)
+
+
+class Open:
+    """The requests of sessions that have begun and not ended, as their records are read one after the other."""
+
+    def __init__(self) -> None:
+        self._claims: dict[tuple[str, str, int], int] = {}
+
+    def read(self, record: dict[str, Any]) -> None:
+        """Take in what this record tells."""
+        step = {"opened": 1, "closed": -1}.get(record.get("event", ""))
+        if step is not None:
+            place = record["session"], record["identity"], record["index"]
+            if (claims := self._claims.pop(place, 0) + step) > 0:
+                self._claims[place] = claims
+
+    def lost(self) -> Iterator[dict[str, Any]]:
+        """The ends of those that were open when their process died."""
+        for session, identity, index in self._claims:
+            names = {"session": session, "identity": identity, "index": index}
+            yield {"event": "closed", **names, "outcome": "failed", "error": "gateway-lost"}
 
 
 def restored(run: str, record: dict[str, Any]) -> Session:

@@ -22,8 +22,8 @@ from gateway.core.identity import Known, Named, text
 from gateway.core.ids import random_like
 from gateway.keys import Keys, digest
 from gateway.ledger.writer import Ledger
-from gateway.session import Group, Interaction, Session, Visitor, Wanted
-from gateway.session_records import Created, again, created_record, ended_record, rewarded_record
+from gateway.session import LARGEST, Group, Interaction, Session, Visitor, Wanted
+from gateway.session_records import Created, Open, again, created_record, ended_record, rewarded_record
 from gateway.settings import Settings
 from gateway.shelf import Entries, Shelf
 from gateway.stores import Store
@@ -65,6 +65,7 @@ class Sessions:
         self._keys = Keys(settings.auth)
         self._store = store
         self._limit = settings.limits.sessions
+        self._largest = settings.limits.group
         self._idle_seconds = settings.sessions.idle_seconds
         self._failed_reward = settings.sessions.failed_reward
         self._looking = asyncio.Lock()
@@ -160,10 +161,10 @@ class Sessions:
         """Create a session, or a group of sessions, and the key of each.
 
         `key`: the key of a session that has ended, which the first one shall have; any other is not taken. Raises
-        `CallerFault` for what cannot be an identity, `Conflict` where the key's session has not ended, `Busy` where too
-        many are live or the ledger cannot be written; nothing is created then.
+        `CallerFault` for what cannot be an identity and for a group that is too large, `Conflict` where the key's
+        session has not ended, `Busy` where too many are live or the ledger cannot be written; nothing is created then.
         """
-        self._check_random(wanted)
+        self._check_wanted(wanted)
         self.sweep()
         if self.live + (wanted.group_size or 1) > self._limit:
             raise too_many(self.live)
@@ -184,7 +185,12 @@ class Sessions:
             self._take(session)
         return sessions, keys
 
-    def _check_random(self, wanted: Wanted) -> None:
+    def _check_wanted(self, wanted: Wanted) -> None:
+        """Raises `CallerFault` for what can never be created, before anything is made of it."""
+        for name, most in (("limits.group", self._largest), ("limits.sessions", self._limit)):
+            if (wanted.group_size or 1) > most:
+                why = f"A group of {wanted.group_size} is larger than {name}, {most}."
+                raise CallerFault(why, param="group_size")
         if self._strict and random_like(wanted.identity):
             raise CallerFault(
                 "This identity holds a random id, so no other run could repeat it. Name the session by what it is "
@@ -300,7 +306,8 @@ class Sessions:
         """Give a request its reward; one that it had before counts no more.
 
         `name`: its own id or its answer's; None: the last that was delivered. `look` finds one that is remembered no
-        more. Raises `CallerFault` where there is none, `Gone`, `LedgerFault`.
+        more. Raises `CallerFault` where there is none and where the sum would be no finite number, `Gone`,
+        `LedgerFault`.
         """
         if session.state != "open":
             raise no_rewards(session)
@@ -314,7 +321,10 @@ class Sessions:
     def _give(self, session: Session, interaction: Interaction, reward: float) -> None:
         if session.state != "open":
             raise no_rewards(session)
-        self._ledgers[session.known.run].opened(rewarded_record(session, interaction, reward))
+        total = session.with_reward(interaction.reward, reward)
+        if abs(total) > LARGEST:
+            raise too_large_a_reward()
+        self._ledgers[session.known.run].opened(rewarded_record(session, interaction, reward, float(total)))
         session.add(interaction.reward, reward)
         interaction.reward = reward
         if not session.open:
@@ -374,7 +384,10 @@ class Sessions:
         """End what is idle for too long, as long as this runs."""
         while True:
             await asyncio.sleep(min(LONGEST, max(SHORTEST, self._idle_seconds / SWEEPS)))
-            self.sweep()
+            try:
+                self.sweep()
+            except Exception:
+                log.exception("sessions could not be looked after; tries again")
 
     def sweep(self) -> None:
         """End every session that was idle for too long: nobody said that it was done, so it has failed."""
@@ -392,7 +405,7 @@ class Sessions:
     def restoring(self, run: str, folder: Path, records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Know the sessions of a run by its records, which are passed on."""
         self._put_by(run, folder / "sessions.db")
-        created = Created(run)
+        created, still_open = Created(run), Open()
         for record in records:
             event, name = record.get("event"), record.get("session")
             if event == "session":
@@ -402,7 +415,11 @@ class Sessions:
                 self._ended_before(run, record["session"], record["why"])
             elif name is not None and (known := self._sessions.get((run, name))) is not None:
                 again(known, record)
+                still_open.read(record)
             yield record
+        for end in still_open.lost():
+            if (known := self._sessions.get((run, end["session"]))) is not None:
+                again(known, end)
 
     def _ended_before(self, run: str, name: str, why: str | None) -> None:
         session = self._sessions.get((run, name)) or Session(Known(run, name, name), None)
@@ -456,6 +473,15 @@ def active(session: str) -> Conflict:
 def no_rewards(session: Session) -> Gone:
     """The refusal of a reward that comes too late."""
     return Gone(f"Session {session.known.session} has ended and takes no rewards.", code="session_ended")
+
+
+def too_large_a_reward() -> CallerFault:
+    """The refusal of a reward that would make the sum of its session's rewards no finite number."""
+    return CallerFault(
+        f"With this reward the rewards of the session would add up to more than {float(LARGEST)}.",
+        code="reward_too_large",
+        param="reward",
+    )
 
 
 def numbered(name: str, ordinal: int) -> str:

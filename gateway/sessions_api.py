@@ -100,7 +100,6 @@ class Desk:
         self._sessions = sessions
         self._store = store
         self._admin = AdminKey(settings)
-        self._most = settings.limits.sessions
 
     async def create(self, request: Request) -> dict[str, Any]:
         """Create what is wanted, in the run that it names."""
@@ -109,9 +108,6 @@ class Desk:
             await self._sessions.prepared(self._runs.own.name, key)
             self._sessions.may_create(key)
         wanted = await read(request, Creation)
-        if (wanted.group_size or 1) > self._most:
-            why = f"A group of {wanted.group_size} is larger than limits.sessions, {self._most}."
-            raise CallerFault(why, param="group_size")
         run = self.run(named(request).run if wanted.run is None else identity.run_name(wanted.run.encode(), "run"))
         made, keys = await self._sessions.create(
             run.name,

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
+import structlog
 
 from gateway import joint_sessions
 from gateway.core.errors import Busy, CallerFault, Conflict, Gone, Unauthorized
@@ -62,13 +63,15 @@ class Desk:
 
 
 @asynccontextmanager
-async def desks(url: str, folder: Path, number: int = 2, **settings: Any) -> AsyncIterator[list[Desk]]:
+async def desks(
+    url: str, folder: Path, number: int = 2, retention: float = 3600, **settings: Any
+) -> AsyncIterator[list[Desk]]:
     async with AsyncExitStack() as stack:
         made = []
         for each in range(number):
             link = await stack.enter_async_context(linked(url))
             at = Path(tempfile.mkdtemp(dir=folder))
-            sessions = JointSessions(Settings.load(None, {}, settings), MemoryStore(1000), link, 3600)
+            sessions = JointSessions(Settings.load(None, {}, settings), MemoryStore(1000), link, retention)
             sessions.serve(RUN, Ledger(at, RUN, segment_bytes=2**20, on_error="fail"))
             stack.push_async_callback(sessions.close)
             sweeping = start(sessions.run(), f"sessions {each}")
@@ -186,6 +189,57 @@ async def test_requests_that_are_long_gone_are_not_kept(tmp_path: Path) -> None:
         assert await server.ask("HLEN", f"detgate:{{{RUN}}}:session:a:recent") == 3 * 64 + 2
 
 
+async def test_of_an_index_that_is_answered_again_the_last_answer_is_kept(tmp_path: Path) -> None:
+    async def look(session: Session, name: str) -> Interaction:
+        raise CallerFault(name, code="interaction_not_found")
+
+    async with RedisServer() as server, desks(server.url, tmp_path, 1) as (one,):
+        _, [key] = await one.create("a")
+        session = await one.find(key)
+        one.serve(session, 0, "same")
+        for number in range(300):
+            one.serve(session, 1, f"x{number}")
+        one.serve(session, 2, "same")
+        one.serve(session, 0, "other")
+        await one.sessions.refresh(session)
+        assert await server.ask("HLEN", f"detgate:{{{RUN}}}:session:a:recent") == 3 * 3 + 2
+        for name, index in (("x299", 1), ("same", 2), ("other", 0)):
+            await one.sessions.reward(session, name, 1.0, look)
+            assert one.records("reward")[-1]["index"] == index
+        with pytest.raises(CallerFault, match="x298"):
+            await one.sessions.reward(session, "x298", 1.0, look)
+
+
+async def test_whatever_is_kept_ends_unless_somebody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "LOOK_SECONDS", 0.05)
+
+    async def endless() -> list[bytes]:
+        names = await server.ask("KEYS", "detgate:{r}:session*")
+        assert names
+        return [name for name in names if await server.ask("PTTL", name) < 0]
+
+    async with RedisServer() as server:
+        async with desks(server.url, tmp_path, 1, retention=0.5) as (one,):
+            with structlog.testing.capture_logs() as lines:
+                await one.sessions._events[RUN].catch_up()
+                assert await endless() == []
+                about = await server.ask("HGETALL", "detgate:{r}:sessions:about")
+                await asyncio.sleep(1.5)
+                assert await server.ask("HGETALL", "detgate:{r}:sessions:about") == about
+            assert lines == []
+        async with desks(server.url, tmp_path, 1, sessions={"idle_seconds": 0.2}) as (one,):
+            _, [key] = await one.create("a")
+            session = await one.find(key)
+            one.serve(session, 0, "x")
+            one.serve(session, 1, None, "replica_broke")
+            await one.sessions.refresh(session)
+            assert await server.ask("EXISTS", "detgate:{r}:sessions:trouble") == 1
+            assert await endless() == []
+            await until(lambda: session.state == "failed")
+            assert await server.ask("EXISTS", "detgate:{r}:sessions:ended") == 1
+            assert await endless() == []
+
+
 async def test_a_key_serves_one_open_session_at_a_time_wherever_it_is_asked_for(tmp_path: Path) -> None:
     async with RedisServer() as server, desks(server.url, tmp_path) as (one, two):
         _, [key] = await one.create("a")
@@ -251,6 +305,36 @@ async def test_a_lost_message_costs_time_alone(tmp_path: Path, monkeypatch: pyte
         await one.create("a")
         await until(lambda: two.get("a"))
         link._link.subscribe(link._channel, link._hear)
+
+
+async def test_what_cannot_be_taken_in_is_passed_over_and_all_loops_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "LOOK_SECONDS", 0.05)
+
+    def failing(of: object, name: str, times: int = 1) -> None:
+        whole, left = getattr(of, name), [None] * times
+
+        def fails(*given: Any) -> Any:
+            if left:
+                left.pop()
+                raise OverflowError(name)
+            return whole(*given)
+
+        monkeypatch.setattr(of, name, fails)
+
+    async with RedisServer() as server, desks(server.url, tmp_path, sessions={"idle_seconds": 0.6}) as (one, two):
+        await two.create("before")
+        failing(two.sessions, "created")
+        failing(two.sessions, "_sweep")
+        failing(two.sessions._events[RUN], "_heard")
+        await one.create("a")
+        await one.create("b")
+        await until(lambda: two.get("b"))
+        assert two.get("a") is None
+        await until(lambda: two.get("b").state == "failed")  # type: ignore[union-attr]
+        for desk in (one, two):
+            assert desk.sessions._link.generation == 1
 
 
 @pytest.mark.parametrize("how", ["flushed", "another server", "an older copy"])

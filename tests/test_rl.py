@@ -6,9 +6,11 @@ import asyncio
 import itertools
 import os
 import random
+import sys
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import pytest
 from gateway import schemes
 from gateway.session import RECENT
 from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
+from tests.redis_server import RedisServer
 from tests.test_sessions import CHAT, ask, bearer, create, gate_of, left_behind, lines, refused, said
 
 BOSS: dict[str, Any] = {"auth": {"admin_key": "boss"}}
@@ -349,6 +352,53 @@ async def test_a_reward_that_is_given_again_counts_once_and_sums_are_exact_in_an
     assert totals == {0.5}
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
+async def test_rewards_whose_sum_would_be_no_finite_number_are_refused_and_change_nothing(shared: bool) -> None:
+    most = sys.float_info.max
+    steps = [
+        ("a:0", most),
+        ("a:1", 1.0),  # refused: exact, it is more than the largest
+        ("a:1", -1.0),
+        ("a:2", 1.0),
+        ("a:2", 1.5),  # refused
+        ("a:2", most),  # refused
+        ("a:1", -most),
+        ("a:2", most),
+        ("a:0", -1.7e308),
+        ("a:2", -1.7e308),  # refused
+        ("a:1", 0.0),
+    ]
+    async with AsyncExitStack() as stack:
+        settings: dict[str, Any] = {}
+        if shared:
+            settings = {"state": (await stack.enter_async_context(RedisServer())).url, "run": "r"}
+        worker = await stack.enter_async_context(FakeWorker(Numbered()))
+        gate = await stack.enter_async_context(gateway(pool("policy", worker.url), **settings))
+        key = (await start(gate, "a"))["api_key"]
+        for text in "xyz":
+            await ask(gate, key, text)
+        given: dict[str, float] = {}
+        for name, reward in steps:
+            expected = sum(map(Fraction, (given | {name: reward}).values()), Fraction())
+            answer = await post(gate, "/rl/set_reward", key, interaction_id=name, reward=reward)
+            if abs(expected) > most:
+                assert refused(answer) == (400, "reward_too_large")
+                assert answer.json()["error"]["param"] == "reward"
+            else:
+                assert answer.status_code == 200, answer.text
+                given[name] = reward
+            total = float(sum(map(Fraction, given.values()), Fraction()))
+            assert (await gate.http.get("/sessions/a")).json()["reward"] == total
+        assert [r for _, r, _ in await rewards(gate, "a")] == [given[f"a:{number}"] for number in range(3)]
+        assert (await post(gate, "/rl/end_session", key)).status_code == 200
+        records = gate.records()
+        assert len([each for each in records if each["event"] == "reward"]) == 7
+        assert [each["session_reward"] for each in records if each["event"] == "session_ended"] == [total]
+        await start(gate, "b")
+        if shared:
+            assert await gate.gauge("detgate_store_errors_total") == 0
+
+
 async def test_a_request_that_is_long_past_is_found_in_the_ledger() -> None:
     async with FakeWorker(Numbered()) as worker, gateway(pool("policy", worker.url)) as gate:
         key = (await start(gate, "a"))["api_key"]
@@ -564,6 +614,48 @@ async def test_what_cannot_be_given_is_refused() -> None:
         await ask(gate, key)
         await post(gate, "/rl/end_session", key)
         assert refused(await post(gate, "/export_trajectories", "boss", session_id="a")) == (409, "bodies_not_kept")
+
+
+async def test_a_session_that_cannot_be_given_is_left_out_of_those_that_can() -> None:
+    async with training() as (_, gate):
+        keys = {name: (await start(gate, name, "boss"))["api_key"] for name in ("plain", "nan", "half", "beside")}
+        bodies = {
+            "nan": rb'{"model":"test-model","messages":[{"role":"user","content":"hi","x":NaN}]}',
+            "half": rb'{"model":"test-model","messages":[{"role":"user","content":"\ud800"}]}',
+            "beside": rb'{"model":"test-model","messages":[{"role":"user","content":"hi"}],"x":NaN,"y":"\ud800"}',
+        }
+        await ask(gate, keys["plain"])
+        for name, body in bodies.items():
+            assert (await gate.http.post(CHAT, content=body, headers=bearer(keys[name]))).status_code == 200
+        answer = await post(gate, "/export_trajectories", "boss", session_ids=list(keys))
+        assert answer.status_code == 200
+        assert list(answer.json()["interactions"]) == ["chatcmpl-0", "chatcmpl-3"]
+        assert set(answer.json()["left_out"]) == {"nan", "half"}
+        assert answer.json()["left_out"]["nan"].startswith("nan:0: ")
+        assert gate.gateway.sessions.live == 0
+        assert list(await export(gate, session_id="beside")) == ["chatcmpl-3"]
+        alone = await post(gate, "/export_trajectories", "boss", session_id="nan")
+        assert refused(alone) == (409, "turn_unreadable")
+        assert "nan:0" in alone.json()["error"]["message"]
+
+
+async def test_a_reward_that_a_tensor_cannot_hold_leaves_its_session_out() -> None:
+    async def tells_tokens(seen: Seen, reply: Reply) -> None:
+        told = completion(id=f"a-{len(worker.seen)}", prompt_token_ids=[7, 8])
+        told["choices"][0] |= {"token_ids": [3], "logprobs": {"content": [{"logprob": -0.5}]}}
+        reply.json(told)
+
+    with tempfile.TemporaryDirectory() as folder:
+        kept = {"ledger": {"path": folder, "bodies": True}} | BOSS
+        async with FakeWorker(tells_tokens) as worker, gateway(pool("policy", worker.url), **kept) as gate:
+            for name, reward in (("a", 1.0), ("b", 1e39)):
+                key = (await start(gate, name, "boss"))["api_key"]
+                await ask(gate, key)
+                await post(gate, "/rl/set_reward", key, reward=reward)
+            answer = await post(gate, "/export_trajectories", "boss", session_ids=["a", "b"])
+            [given] = answer.json()["interactions"].values()
+            assert "tensor_dict" in given
+            assert set(answer.json()["left_out"]) == {"b"}
 
 
 async def test_ids_that_come_twice_lose_no_turn() -> None:

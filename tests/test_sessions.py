@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 import random
+import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ import pytest
 
 from gateway import schemes
 from gateway.ledger.reader import Segments
+from gateway.session import Wanted
 from gateway.sessions import Sessions
 from gateway.settings import Settings
 from gateway.stores.memory import MemoryStore
 from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, chat, completion, gateway, polite, pool
 from tests.processes import serving
+from tests.redis_server import RedisServer
 
 CHAT = "/v1/chat/completions"
 UUID = "2f1b3c4d-5e6f-4a1b-8c2d-9e0f1a2b3c4d"
@@ -222,6 +225,40 @@ async def test_live_sessions_are_bounded_and_ended_ones_make_room() -> None:
         assert len(held._sessions) == len(held._by_key) == held.live + len(held._ended)
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
+async def test_a_group_that_is_too_large_is_refused_before_a_list_of_its_members_is_made(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    async with AsyncExitStack() as stack:
+        settings: dict[str, Any] = {}
+        if shared:
+            settings = {"state": (await stack.enter_async_context(RedisServer())).url, "run": "r"}
+        _, gate = await stack.enter_async_context(gate_of(limits={"group": 3, "sessions": 5}, **settings))
+        await create(gate, "a", group_size=3)
+        monkeypatch.setattr(Wanted, "identities", property(lambda wanted: pytest.fail("it has members")))
+        for path, name in (
+            ("/sessions", "identity"),
+            ("/rl/start_session", "task_id"),
+            ("/v1/rl/start_session", "task_id"),
+        ):
+            for size in (4, 10**15):
+                large = await gate.http.post(path, json={name: "b", "group_size": size})
+                assert refused(large) == (400, "invalid_request")
+                assert large.json()["error"]["param"] == "group_size"
+                assert "limits.group, 3" in large.json()["error"]["message"]
+    assert Settings.load(None, {}, {"pools": [pool("policy", "http://a")]}).limits.group == 4096
+
+
+@pytest.mark.parametrize("path", ["/sessions", "/rl/start_session"])
+async def test_a_group_that_there_could_never_be_room_for_is_refused_for_good(path: str) -> None:
+    async with gate_of(limits={"sessions": 2}) as (_, gate):
+        large = await gate.http.post(
+            path, json={"identity" if path == "/sessions" else "task_id": "a", "group_size": 3}
+        )
+        assert refused(large) == (400, "invalid_request")
+        assert "limits.sessions, 2" in large.json()["error"]["message"]
+
+
 async def test_an_id_is_given_once_although_its_session_is_long_forgotten() -> None:
     async with gate_of(limits={"sessions": 2}) as (_, gate):
         for name in ("a", "b", "c", "d"):
@@ -251,6 +288,22 @@ async def test_what_is_idle_for_too_long_has_failed() -> None:
         assert refused(await ask(gate, key)) == (410, "session_ended")
         [ended] = [record for record in gate.records() if record["event"] == "session_ended"]
         assert (ended["session"], ended["state"]) == ("a", "failed")
+
+
+async def test_who_looks_for_the_idle_goes_on_though_one_look_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gate_of(sessions={"idle_seconds": 0.2}) as (_, gate):
+        sessions = gate.gateway.sessions
+        failed = asyncio.Event()
+
+        def fails() -> None:
+            failed.set()
+            raise OverflowError
+
+        monkeypatch.setattr(sessions, "sweep", fails)
+        await failed.wait()
+        monkeypatch.undo()
+        await create(gate, "a")
+        await gate.until(lambda: sessions.live == 0)
 
 
 async def test_a_session_with_an_open_request_is_not_idle() -> None:
@@ -479,6 +532,49 @@ async def test_a_session_whose_last_request_was_not_delivered_has_failed() -> No
     assert "not delivered" in str(outcomes[0][1])
     assert outcomes[1:] == [("ended", None), ("ended", None)]
     assert (state["state"], state["why"]) == ("failed", "tool broke")
+
+
+async def test_after_a_crash_it_is_known_what_the_last_request_came_to(tmp_path: Path) -> None:
+    asked = asyncio.Event()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        match seen.json["messages"][0]["content"]:
+            case "bad":
+                reply.json({"error": {"message": "no"}}, 500)
+            case "slow":
+                asked.set()
+                await asyncio.Event().wait()
+            case _:
+                reply.json(completion())
+
+    sessions = {"a": ("good", "bad"), "b": ("bad", "good"), "c": ("good", "slow"), "d": ()}
+    async with FakeWorker(script) as worker:
+        alone = pool("policy", worker.url)
+        async with gateway(alone, ledger={"path": str(tmp_path / "live")}, run="r", limits={"attempts": 1}) as gate:
+            for name, texts in sessions.items():
+                key = (await create(gate, name))["api_key"]
+                for text in texts:
+                    asking = asyncio.create_task(ask(gate, key, text))
+                    await (asked.wait() if text == "slow" else asking)
+            gate.gateway.runs.own.ledger.flush()
+            for number in range(2):
+                shutil.copytree(tmp_path / "live", tmp_path / str(number))
+            live = (await gate.http.delete("/sessions/a")).json()
+            asking.cancel()
+        for number in range(2):
+            ledger = {"path": str(tmp_path / str(number))}
+            if number:  # once more: the ends are in the ledger now
+                async with gateway(alone, ledger=ledger, run="r") as gate:
+                    pass
+            async with gateway(alone, ledger=ledger, run="r", resume=True) as gate:
+                told = {name: (await gate.http.delete(f"/sessions/{name}")).json() for name in sessions}
+                assert (told["a"]["state"], told["a"]["why"]) == (live["state"], live["why"])
+                assert live["state"] == "failed"
+                assert (told["c"]["state"], told["c"]["why"]) == (
+                    "failed",
+                    "its last request was not delivered: gateway-lost",
+                )
+                assert told["b"]["state"] == told["d"]["state"] == "ended"
 
 
 async def test_a_session_that_nobody_created_is_read_and_ended_all_the_same() -> None:

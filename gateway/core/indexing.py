@@ -291,22 +291,23 @@ class Scope:
         self.kind = ask.kind
         if first:
             self.next = index + 1
-        if raced:
-            self._race([index])
-            if first:
-                self._race(rival for rival, live in self.live.items() if live.raw != ask.raw)
+        rivals = first and self._rivals(ask)
         bound = self.bound.get(index)
         if ask.number is not None or ask.key is not None:
             bound = bound or self._named(index, Bound(ask.content))
             bound.content = ask.content
             if ask.key is not None:
                 self._bind(ask.key, index, ask.content)
-            self._hold(index, ask.raw, used=bound.used)
+            live = self._hold(index, ask.raw, used=bound.used)
         else:
             free = self._free(ask.raw, index)
-            self._hold(index, ask.raw, used=not (first or free))
+            live = self._hold(index, ask.raw, used=not (first or free))
             self._note(ask, index)
-            self.asked[ask.raw].live += self.live[index].claims == 1
+            self.asked[ask.raw].live += live.claims == 1
+        if first:
+            self._drawn(index, live, rivals=raced and rivals, raced=raced)
+        elif raced:
+            self._race([index])
 
     def _check_kind(self, ask: Ask) -> None:
         if self.kind is not None and "client" in (self.kind, ask.kind) and self.kind != ask.kind:
@@ -399,16 +400,24 @@ class Scope:
                 asked.index = index
 
     def _draw(self, ask: Ask, raced: bool, final: bool, *flags: str) -> Claim | Wait:
-        rivals = ask.kind == "arrival" and len(self.drawn) > (ask.raw in self.drawn)
+        rivals = self._rivals(ask)
         if rivals and ask.exclusive:
             if not final:
                 return Wait("racing")
             raise refused("racing_index")
         index = self.next
         self.next += 1
-        live = self._hold(index, ask.raw, used=False)
+        self._drawn(index, self._hold(index, ask.raw, used=False), rivals=rivals, raced=raced)
+        return self._claimed(index, *flags, reused=False)
+
+    def _rivals(self, ask: Ask) -> bool:
+        """Whether others are in flight that the network could put in another order."""
+        return ask.kind == "arrival" and len(self.drawn) > (ask.raw in self.drawn)
+
+    def _drawn(self, index: int, live: Live, *, rivals: bool, raced: bool) -> None:
+        """Note that an index was drawn from the counter, while there were `rivals` or after a wait for one."""
         live.drawn = True
-        self.drawn[ask.raw] = self.drawn.get(ask.raw, 0) + 1
+        self.drawn[live.raw] = self.drawn.get(live.raw, 0) + 1
         if rivals:
             self._race(self.calm)
             self.calm = _NONE
@@ -418,7 +427,6 @@ class Scope:
             if self.calm is _NONE:
                 self.calm = set()
             self.calm.add(index)
-        return self._claimed(index, *flags, reused=False)
 
     def _race(self, indices: Iterable[int]) -> None:
         if not isinstance(self.raced, Indices):

@@ -8,8 +8,11 @@ torch is needed here. It is made of records of the ledger that hold bodies.
 from __future__ import annotations
 
 import base64
+import json
+import math
 import re
 import struct
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +28,10 @@ Message = dict[str, Any]
 
 class Unkept(Exception):
     """A body is not in the ledger, or not whole."""
+
+
+class Unreadable(Exception):
+    """A turn cannot be given as it was. The text names it and says why."""
 
 
 class Tokens(NamedTuple):
@@ -51,11 +58,21 @@ class Turn(NamedTuple):
 
 
 def read(request: Mapping[str, Any]) -> Turn | None:
-    """The turn that a request of an export was; None: it was none. Raises `Unkept`."""
+    """The turn that a request of an export was; None: it was none. Raises `Unkept`, `Unreadable`."""
     route = request.get("route")
     if request.get("outcome") != "delivered" or route not in ROUTES or (request.get("status") or 0) >= 400:
         return None
-    asked, told = orjson.loads(_kept(request, "request")), _told(_kept(request, "answer"))
+    try:
+        turn = _turn(request, route)
+        if turn is not None:
+            orjson.dumps((turn.messages, turn.answer))
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise Unreadable(f"{request.get('request_id')}: its bodies cannot be given as JSON ({error})") from error
+    return turn
+
+
+def _turn(request: Mapping[str, Any], route: str) -> Turn | None:
+    asked, told = _json(_kept(request, "request")), _told(_kept(request, "answer"))
     if not isinstance(asked, dict) or not isinstance(told, dict):
         return None
     messages: Any
@@ -68,7 +85,7 @@ def read(request: Mapping[str, Any]) -> Turn | None:
             answer = [choices[0].get("message") or {}]
             tokens = _tokens(told, choices[0], request.get("weight_version"))
         case "/v1/responses":
-            messages, answer = asked.get("input"), told.get("output")
+            messages, answer = asked.get("input"), told["output"]
             if isinstance(messages, str):
                 messages = [{"role": "user", "content": messages}]
         case _:
@@ -78,12 +95,18 @@ def read(request: Mapping[str, Any]) -> Turn | None:
     return Turn(*names, messages or [], answer or [], request.get("reward"), tokens)
 
 
-def discounted(rewards: Sequence[float | None], discount: float) -> list[float]:
-    """The rewards of turns, each with what follows it: its own and `discount` times that of the next."""
+def discounted(rewards: Sequence[float | None], discount: float, *, tensors: bool = False) -> list[float]:
+    """The rewards of turns, each with what follows it: its own and `discount` times that of the next.
+
+    Raises `Unreadable` where one is too large: for a number, or, if it is to be one of `tensors`, for their 32 bits.
+    """
     found, following = [], 0.0
     for reward in reversed(rewards):
         following = following * discount + (reward or 0.0)
         found.append(following)
+    most = FLOAT32 if tensors else sys.float_info.max
+    if not all(abs(reward) <= most for reward in found):
+        raise Unreadable(f"a reward is beyond {most}")
     return found[::-1]
 
 
@@ -109,6 +132,9 @@ def tensors(turn: Turn, reward: float, name: str) -> dict[str, Any]:
     return {"tensor_dict": told, "reward": reward, "interaction_id": name}
 
 
+FLOAT32 = (2 - 2**-23) * 2.0**127
+"""The largest number of 32 bits."""
+
 _CODES = {"int64": "q", "float32": "f", "bool": "?"}
 
 
@@ -129,29 +155,56 @@ def _kept(request: Mapping[str, Any], name: str) -> bytes:
 
 
 def _tokens(told: Mapping[str, Any], choice: Mapping[str, Any], weights: Any) -> Tokens | None:
-    """vLLM tells the prompt's ids beside its choices and the drawn ones as `token_ids`; SGLang both in the choice."""
+    """vLLM tells the prompt's ids beside its choices and the drawn ones as `token_ids`; SGLang both in the choice.
+
+    Raises `ValueError` where they are no numbers that a tensor takes.
+    """
     prompt = told.get("prompt_token_ids") or choice.get("prompt_token_ids")
     drawn = choice.get("token_ids") or choice.get("response_token_ids")
     logprobs = [each.get("logprob") for each in (choice.get("logprobs") or {}).get("content") or ()]
     if not prompt or not drawn or len(logprobs) != len(drawn) or None in logprobs:
         return None
+    if not all(type(token) is int and abs(token) < 2**63 for token in (*prompt, *drawn)):
+        raise ValueError("token ids that are no integers of 64 bits")
+    if not all(type(each) in (int, float) and abs(each) <= FLOAT32 for each in logprobs):
+        raise ValueError("logprobs that are no numbers of 32 bits")
     if weights is None or weights == "default":
         return Tokens(prompt, drawn, logprobs, 0)
     return Tokens(prompt, drawn, logprobs, int(weights)) if re.fullmatch(r"[0-9]{1,18}", weights) else None
 
 
+class _NaN:
+    """Stands for what Python's reader takes for a number and JSON has not."""
+
+
+def _json(body: bytes) -> Any:
+    """What a body says. Python's own reader takes what the gateway takes in requests too: NaN, halves of characters."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return json.loads(body, parse_float=_number, parse_constant=lambda _: _NaN())
+
+
+def _number(text: str) -> Any:
+    number = float(text)
+    return number if math.isfinite(number) else _NaN()
+
+
 # --- streams
+
+_WHOLE = ("response.completed", "response.incomplete")
+"""Events that bring a whole answer of `/v1/responses`."""
 
 
 def _told(body: bytes) -> Any:
     """A whole answer; a stream's is put together."""
     if not body.startswith((b"data:", b"event:", b":")):
-        return orjson.loads(body)
+        return _json(body)
     events = Splitter(len(body) + 4).feed(body + b"\n\n")
-    told = [orjson.loads(data) for event in events if (data := payload(event)).startswith(b"{")]
+    told = [_json(data) for event in events if (data := payload(event)).startswith(b"{")]
     if any(event.get("type") == "message_start" for event in told):
         return {"content": _blocks(told)}
-    whole = [event["response"] for event in told if event.get("type") == "response.completed"]
+    whole = [event["response"] for event in told if event.get("type") in _WHOLE]
     return whole[0] if whole else _joined(told)
 
 
@@ -210,8 +263,16 @@ def _blocks(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     else:
                         blocks[place][field] = blocks[place].get(field, "") + piece
     for place, text in inputs.items():
-        blocks[place]["input"] = orjson.loads(text)
+        blocks[place]["input"] = _input(text) if text else blocks[place].get("input", {})
     return [blocks[place] for place in sorted(blocks)]
+
+
+def _input(text: str) -> Any:
+    """The arguments of a tool; as they stand where the answer ended within them."""
+    try:
+        return _json(text.encode())
+    except ValueError:
+        return text
 
 
 def _pieces(delta: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

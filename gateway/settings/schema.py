@@ -321,6 +321,7 @@ class Limits(Section):
     connections: Count = Field(16384, description="Connections of clients that are open at once; past it 503.")
     queue: Count = Field(4096, description="Requests that may wait in one lane; past it 503.")
     sessions: Count = Field(100_000, description="Sessions made by `POST /sessions` that have not ended; past it 503.")
+    group: Count = Field(4096, description="Sessions of one group; a larger one is refused with 400.")
     scopes: Count = Field(
         20_000,
         description="Counters in memory that remember one request each, or fewer that remember more (nine more count as"

@@ -154,7 +154,10 @@ class Events:
         """Take in one event. False: there were others before it."""
         if number == self._number + 1:
             self._number = number
-            self._witness.happened(orjson.loads(text))
+            try:
+                self._witness.happened(orjson.loads(text))
+            except Exception:
+                log.exception("what happened to a session could not be taken in", run=self._run, number=number)
         return number <= self._number
 
     async def _begin(self) -> None:
@@ -188,7 +191,8 @@ class Events:
     async def _follow(self) -> None:
         while True:
             self._look.clear()
-            with suppress(StoreFault):
+            pause = LOOK_SECONDS
+            try:
                 if not self.ready:
                     await self._begin()
                 else:
@@ -196,8 +200,12 @@ class Events:
                     reply = await self._link.call(SCRIPT, self._keys, self._args("since", (), sent))
                     if not self._heard(sent, reply) or self._number < reply[1]:
                         continue
+            except StoreFault:
+                pause = LOOK_SECONDS if self.ready else AGAIN_SECONDS
+            except Exception:
+                log.exception("what happened to sessions could not be learnt; tries again", run=self._run)
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_SECONDS if self.ready else AGAIN_SECONDS):
+                async with asyncio.timeout(pause):
                     await self._look.wait()
 
 

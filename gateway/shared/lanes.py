@@ -198,12 +198,16 @@ class Places:
         """Keep the lease, and look after those who wait, for ever."""
         pause = min(LOOK_SECONDS, self._seconds / RENEWALS)
         while True:
-            with suppress(StoreFault):
+            try:
                 if self._untidy:
                     await self._enrolled()
                 elif time.monotonic() - self._renewed_at >= self._seconds / RENEWALS:
                     await self._renew()
                 await self._look()
+            except StoreFault:
+                pass
+            except Exception:
+                log.exception("a lease could not be looked after; tries again", pool=self._pool)
             await asyncio.sleep(pause)
 
     async def close(self) -> None:

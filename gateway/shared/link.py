@@ -113,7 +113,10 @@ class Link:
     def _hear(self, message: list[Any]) -> None:
         if message[0] == b"message":
             for hear in tuple(self._heard.get(message[1], ())):
-                hear(message[2])
+                try:
+                    hear(message[2])
+                except Exception:
+                    log.exception("a message could not be taken in", channel=message[1].decode(errors="replace"))
 
     # --- the connection
     async def run(self) -> None:
@@ -170,7 +173,10 @@ class Link:
         if self._heard:
             wire.tell("SUBSCRIBE", *self._heard)
         for connected in self.connected:
-            connected()
+            try:
+                connected()
+            except Exception:
+                log.exception("a new connection could not be taken in")
         self._up.set()
         self.why_down = None
         if self._out:

@@ -218,6 +218,9 @@ class Series:
                     await self._step(connection)
             except StoreFault:
                 pause = AGAIN_SECONDS
+            except Exception:
+                pause = AGAIN_SECONDS
+                log.exception("changes could not be followed; tries again", run=self._part.run)
             if self._said is not None and any(self._said[1].inside.values()):
                 pause = pause or COUNT_SECONDS
             with suppress(TimeoutError):

@@ -161,12 +161,17 @@ class MemoryStore:
             if claims is None:
                 continue
             if event == "complete":
-                claims[-1]["complete"] = True
+                claim = next((claim for claim in reversed(claims) if "complete" not in claim), None)
+                if claim is not None:
+                    claim["complete"] = True
+                    self._scopes[key].complete(index)
                 continue
-            claims.pop()
+            # Of several claims any may be the one that is over: rather one whose answer was complete, if it was used.
+            claim = next((claim for claim in reversed(claims) if ("complete" in claim) == record["used"]), claims[-1])
+            claims.remove(claim)
             if not claims:
                 del live[key, index]
-            self._end(key, index, used=record["used"])
+            self._end(key, index, used=record["used"], complete="complete" in claim)
         return [self._lost(key, index, record) for (key, index), claims in live.items() for record in claims]
 
     def fence(self, run: str) -> None:
@@ -197,7 +202,7 @@ class MemoryStore:
 
     def _lost(self, key: ScopeKey, index: int, record: dict[str, Any]) -> dict[str, Any]:
         used = record.get("complete", False)
-        self._end(key, index, used=used)
+        self._end(key, index, used=used, complete=used)
         names = {name: record[name] for name in ("run", "session", "identity", "index")}
         return {
             "event": "closed",
@@ -208,9 +213,11 @@ class MemoryStore:
             "used": used,
         }
 
-    def _end(self, key: ScopeKey, index: int, *, used: bool) -> None:
+    def _end(self, key: ScopeKey, index: int, *, used: bool, complete: bool = False) -> None:
+        """A claim is over. `complete`: its answer had ended before."""
         scope = self._scopes[key]
-        scope.complete(index)
+        if not complete:
+            scope.complete(index)
         self._settle(key, scope, index, used=used)
 
     def _settle(self, key: ScopeKey, scope: Scope, index: int, *, used: bool) -> bool:

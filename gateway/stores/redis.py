@@ -42,7 +42,8 @@ RECENT = 8192
 """Calls that are kept in mind, to tell them again to a server that has lost the last of them."""
 
 ASK_PAUSE = 0.02
-"""Seconds until a store that did not say whether an answer may be delivered is asked again."""
+"""Seconds until a store that refused a claim, or did not say whether an answer may be delivered, is asked again: the
+first time, for a claim."""
 
 CLAIMED, COMPLETE, SETTLED = 0, 1, 2
 
@@ -331,6 +332,7 @@ class SharedRun:
         self._bound(self._sessions)
         loop = asyncio.get_running_loop()
         until = loop.time() + self._link.seconds
+        pause = ASK_PAUSE
         while True:
             held = Held(key, ask, scope_name(key.session, key.identity), session_name(key.session))
             if self._link.why_down is not None:
@@ -339,8 +341,12 @@ class SharedRun:
             try:
                 answer = await self._ask(held, connection)
             except StoreFault:
-                if loop.time() >= until:
+                left = until - loop.time()
+                if left <= 0:
                     raise
+                # A server that refuses a call, for want of memory say, keeps the connection and would do so at once.
+                await asyncio.sleep(min(pause, left))
+                pause = min(2 * pause, POLL)
                 continue
             if answer[0] == b"wait":
                 return await self._wait(held, answer[1] == b"racing", seconds)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.core.trajectory import Turn, Unkept, discounted, read, strings, tensors
+from gateway.core.trajectory import FLOAT32, Turn, Unkept, Unreadable, discounted, read, strings, tensors
 
 CAPTURES = Path(__file__).parents[1] / "captures"
 CHAT = "/v1/chat/completions"
@@ -142,6 +142,95 @@ def test_responses_and_messages_are_turns_too() -> None:
     streamed = "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
     [message] = turn(streamed, "/v1/messages").answer
     assert message["content"] == [*blocks, {"type": "tool_use", "id": "t", "input": {"a": 1}}]
+
+
+def streamed(*events: dict[str, Any]) -> str:
+    return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
+
+
+@pytest.mark.parametrize(("pieces", "given"), [([], {}), ([""], {}), (['{"a": "b'], '{"a": "b'), (["1", "2"], 12)])
+def test_the_arguments_of_a_tool_are_what_came_of_them(pieces: list[str], given: Any) -> None:
+    tool = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    deltas = [{"type": "input_json_delta", "partial_json": piece} for piece in pieces]
+    body = streamed(
+        {"type": "message_start", "message": {}},
+        {"type": "content_block_start", "index": 0, "content_block": tool},
+        *({"type": "content_block_delta", "index": 0, "delta": delta} for delta in deltas),
+        {"type": "message_stop"},
+    )
+    [message] = turn(body, "/v1/messages").answer
+    assert message["content"] == [tool | {"input": given}]
+
+
+def test_a_stream_that_ended_as_incomplete_has_an_answer() -> None:
+    output = [{"type": "message", "role": "assistant", "content": []}]
+    body = streamed(
+        {"type": "response.created", "response": {"output": []}},
+        {"type": "response.incomplete", "response": {"output": output}},
+    )
+    assert turn(body, "/v1/responses", {"input": "hello"}).answer == output
+
+
+@pytest.mark.parametrize("odd", ["NaN", "-Infinity", "1e999", r'"\ud800"'])
+def test_what_json_has_not_hinders_only_where_it_would_be_given(odd: str) -> None:
+    beside = request({"choices": []}, request_body=f'{{"messages": [], "top_p": {odd}}}')
+    found = read(beside)
+    assert found is not None
+    assert found.messages == []
+    for within in (
+        {"request_body": f'{{"messages": [{{"role": "user", "content": {odd}}}]}}'},
+        {"answer_body": f'{{"choices": [{{"message": {{"content": {odd}}}}}]}}'},
+    ):
+        with pytest.raises(Unreadable, match="17:3:0"):
+            read(request({"choices": []}) | within)
+
+
+@pytest.mark.parametrize(
+    ("route", "answer"),
+    [
+        (CHAT, "no JSON"),
+        (CHAT, '{"choices": 5}'),
+        (CHAT, '{"choices": ["x"]}'),
+        (CHAT, '{"choices": [{"message": %s}]}' % ("[" * 300 + "]" * 300)),
+        (CHAT, "[" * 100_000),
+        (
+            "/v1/messages",
+            streamed({"type": "message_start"}, {"type": "content_block_delta", "index": 0, "delta": {"text": "a"}}),
+        ),
+        ("/v1/messages", streamed({"type": "message_start"}, {"type": "content_block_start", "index": 0})),
+        ("/v1/responses", streamed({"type": "response.created", "response": {}})),
+    ],
+)
+def test_answers_of_no_known_shape_are_said_to_be_so(route: str, answer: str) -> None:
+    with pytest.raises(Unreadable, match="17:3:0"):
+        read(request(answer, route))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"token_ids": [1, "2"]},
+        {"token_ids": [1, 2**63]},
+        {"logprobs": {"content": [{"logprob": -1.0}, {"logprob": 1e39}]}},
+    ],
+    ids=["words", "too large", "beyond 32 bits"],
+)
+def test_tokens_that_no_tensor_takes_are_said_to_be_so(odd: dict[str, Any]) -> None:
+    choice = {"message": {}, "token_ids": [1, 2], "logprobs": LOGPROBS} | odd
+    with pytest.raises(Unreadable, match="17:3:0"):
+        read(request({"prompt_token_ids": [7], "choices": [choice]}))
+
+
+def test_rewards_that_no_number_is_large_enough_for_are_said_to_be_so() -> None:
+    assert discounted([FLOAT32], 1.0, tensors=True) == [FLOAT32]
+    assert discounted([1e39], 1.0) == [1e39]
+    for rewards, discount, of_tensors in (
+        ([1e39], 1.0, True),
+        ([1.7e308] * 2, 1.0, False),
+        ([0.0, 10.0], 1e308, False),
+    ):
+        with pytest.raises(Unreadable):
+            discounted(rewards, discount, tensors=of_tensors)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
             "connections": 16384,
             "queue": 4096,
             "sessions": 100000,
+            "group": 4096,
             "scopes": 20000,
             "runs": 64,
             "readings": 2,

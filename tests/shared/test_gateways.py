@@ -11,9 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.core.errors import StoreFault
+from gateway.core.indexing import Ask
 from gateway.settings import InvalidSettings
+from gateway.stores import ScopeKey
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
-from tests.redis_server import Front, RedisServer
+from tests.redis_server import Front, RedisServer, until
+from tests.stores.redis import store
 
 CHAT = "/v1/chat/completions"
 SLOW = {"gateway": 2.0, "store": 0.5, "settle": 0.5}
@@ -190,6 +194,28 @@ async def test_a_claim_whose_answer_is_lost_loses_no_index() -> None:
             await gate.until(lambda: kept.owed == 0)
 
 
+async def test_a_store_that_refuses_to_write_is_asked_now_and_then_and_in_bounded_time() -> None:
+    async with RedisServer() as server, store(server.url, seconds=1.0) as kept:
+        key, loop = ScopeKey("r", "s", "s"), asyncio.get_running_loop()
+        first = await kept.claim(key, Ask("arrival", b"x" * 16), 1.0)
+        await kept.complete(key, first.index)
+        await kept.settle(key, first.index, used=True)
+
+        async def commands() -> int:
+            _, _, told = (await server.ask("INFO", "stats")).partition(b"total_commands_processed:")
+            return int(told.split()[0])
+
+        await server.ask("CONFIG", "SET", "maxmemory", 1)
+        before, since = await commands(), loop.time()
+        with pytest.raises(StoreFault):
+            await kept.claim(key, Ask("arrival", b"y" * 16), 1.0)
+        assert 0.9 < loop.time() - since < 1.5
+        assert await commands() - before < 500
+        await server.ask("CONFIG", "SET", "maxmemory", 0)
+        assert (await kept.claim(key, Ask("arrival", b"y" * 16), 1.0)).index == 1
+        await until(lambda: kept.owed == 0)
+
+
 async def test_settings_that_decide_are_kept_with_the_run() -> None:
     async with RedisServer() as server, FakeWorker() as worker:
         async with gateways(1, server.url, worker) as (one,):
@@ -246,6 +272,41 @@ async def test_what_a_dead_gateway_had_in_flight_is_released_by_whoever_notices(
                 assert index(await ask(other, "x")) == 0
                 answer = await lost  # the store cannot be asked whether it is its own yet
                 assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
+
+
+async def test_a_session_whose_last_request_died_with_its_gateway_has_failed() -> None:
+    held = Held()
+    async with RedisServer() as server, Front(server.port) as front, FakeWorker(held) as worker:
+        given: dict[str, Any] = {"run": "r", "timeouts": SHORT}
+        async with gateway(pool("policy", worker.url), state=front.url, **given) as doomed:
+            await ready(doomed)
+            async with gateways(1, server.url, worker) as (other,):
+                keys = {}
+                for name in ("last", "again", "later"):
+                    keys[name] = (await other.http.post("/sessions", json={"identity": name})).json()["api_key"]
+
+                def asking(gate: Gate, name: str, text: str = "x") -> asyncio.Task[Any]:
+                    headers = {"authorization": f"Bearer {keys[name]}"}
+                    path = "/v1/chat/completions"
+                    return asyncio.create_task(gate.http.post(path, json=chat(text), headers=headers))
+
+                lost = [asking(doomed, name) for name in keys]
+                await doomed.until(lambda: len(worker.seen) == len(keys))
+                front.close()
+                after = asking(other, "later", "y")
+                await other.until(lambda: len(worker.seen) == len(keys) + 1)
+                held.go.set()
+                assert (await after).status_code == 200
+                await other.until(lambda: sum("gateway-lost" in str(record) for record in other.records()) == 3, 10)
+                assert (await asking(other, "again")).status_code == 200
+                told = {name: (await other.http.delete(f"/sessions/{name}")).json() for name in keys}
+                assert {name: each["state"] for name, each in told.items()} == {
+                    "last": "failed",
+                    "again": "ended",
+                    "later": "ended",
+                }
+                assert told["last"]["why"] == "its last request was not delivered: gateway-lost"
+                await asyncio.gather(*lost)
 
 
 async def test_a_run_must_be_named() -> None:

@@ -214,6 +214,26 @@ async def test_a_first_replica_holds_nobody_up(quick: None) -> None:
             assert await server.ask("EXISTS", "detgate:{lanes:pool}:quiet") == 0
 
 
+async def test_a_look_that_failed_is_made_again(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with RedisServer() as server, linked(server.url) as link, places(link) as kept:
+        failed = asyncio.Event()
+
+        async def fails() -> None:
+            failed.set()
+            raise OverflowError
+
+        monkeypatch.setattr(kept, "_look", fails)
+        await failed.wait()
+        monkeypatch.undo()
+        looked = asyncio.Event()
+
+        async def looks() -> None:
+            looked.set()
+
+        monkeypatch.setattr(kept, "_look", looks)
+        await looked.wait()
+
+
 async def test_a_lost_message_costs_time_alone(quick: None) -> None:
     async with RedisServer() as server, linked(server.url) as link, places(link) as home:
         link.unsubscribe(home._channel, home._hear)

@@ -153,6 +153,26 @@ async def test_messages_are_heard_after_a_reconnect_too() -> None:
         assert await server.ask("PUBLISH", "news", "three") == 0
 
 
+async def test_who_cannot_take_in_a_message_or_a_connection_breaks_neither() -> None:
+    async with RedisServer() as server, Front(server.port) as front, linked(front.url) as link:
+        heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+        def fails(*_: bytes) -> None:
+            raise OverflowError
+
+        link.connected.append(fails)
+        link.subscribe(b"news", fails)
+        link.subscribe(b"news", heard.put_nowait)
+        await link.call(ECHO, (), ("x",))
+        for word in (b"one", b"two"):
+            await server.ask("PUBLISH", "news", word)
+            assert await heard.get() == word
+        assert (link.generation, link.why_down) == (1, None)
+        front.cut()
+        await up(link, 2)
+        assert await link.call(ECHO, (), ("x",)) == b"x"
+
+
 async def test_a_call_that_nobody_waits_for_keeps_its_place() -> None:
     async with RedisServer() as server, linked(server.url) as link:
         await link.call(COUNT, ("n",), ())

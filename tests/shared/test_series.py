@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+
 from gateway.shared.part import Terms
 from gateway.shared.series import Made, Said, Series, Wanted
 from gateway.tasks import stop
@@ -77,6 +79,22 @@ async def test_a_message_that_is_lost_is_noticed_at_the_next_beat_and_nobody_is_
         assert two.unsure
         await until(lambda: not two.unsure)
         two._link.subscribe(two._channel, two._hear)
+
+
+async def test_a_step_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with RedisServer() as server, following(server.url) as (one, _), following(server.url) as (two, second):
+        failed = asyncio.Event()
+
+        async def fails(connection: bytes) -> None:
+            failed.set()
+            raise OverflowError
+
+        monkeypatch.setattr(two, "_step", fails)
+        two.newest(7)
+        await failed.wait()
+        monkeypatch.undo()
+        await one.make([wanted("pause")])
+        assert second.made == [("pause", "p")]
 
 
 async def test_who_missed_more_than_is_kept_makes_what_stands() -> None:

@@ -178,6 +178,39 @@ async def test_where_the_file_cannot_grow_scopes_stay_in_memory_and_nothing_is_l
     assert (await served(store, scope("s0"), plain("b"))).index == 1
 
 
+def opened(index: int, body: str, *flags: str) -> dict[str, Any]:
+    names = {"session": "s", "identity": "s", "index": index, "order": "arrival", "digest": body.encode().hex()}
+    return {"event": "opened", "run": RUN, **names, "content": None, "key": None, "repeat": 0, "flags": list(flags)}
+
+
+def over(event: str, index: int, **fields: Any) -> dict[str, Any]:
+    return {"event": event, "run": RUN, "session": "s", "identity": "s", "index": index, **fields}
+
+
+async def test_what_was_complete_or_taken_again_when_others_raced_has_not_raced(tmp_path: Path) -> None:
+    store, key = MemoryStore(), scope("s")
+    records = [
+        opened(0, "complete"),
+        over("complete", 0),
+        opened(1, "released"),
+        over("closed", 1, used=False),
+        opened(1, "released"),
+        opened(2, "c"),
+        opened(3, "d", "racing"),
+        *(over("closed", index, used=False) for index in range(4)),
+    ]
+    assert store.restore(RUN, tmp_path, records) == []
+    flags = {body: (await served(store, key, plain(body))).flags for body in ("complete", "released", "c", "d")}
+    assert flags == {"complete": (), "released": (), "c": ("racing",), "d": ("racing",)}
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_of_two_claims_of_an_index_the_one_that_is_over_was_complete_if_it_was_used(tmp_path: Path, used: bool) -> None:
+    records = [opened(0, "a"), opened(0, "a"), over("complete", 0), over("closed", 0, used=used)]
+    [lost] = MemoryStore().restore(RUN, tmp_path, records)
+    assert (lost["error"], lost["used"]) == ("gateway-lost", not used)
+
+
 async def test_where_the_ledger_has_a_gap_nothing_is_said_to_be_unknown(tmp_path: Path) -> None:
     store = MemoryStore()
     store.restore(RUN, tmp_path, [])

@@ -270,6 +270,19 @@ local function settle(live, index, used)
     return not live.used
 end
 
+-- A request came to nothing, and none of its session came after it: its session, if it was created, will have failed
+-- (sessions.lua).
+local function undelivered(about)
+    local session, all, trouble = cjson.decode(about)[1], PREFIX .. 'sessions:all', PREFIX .. 'sessions:trouble'
+    if call('HEXISTS', all, session) == 1 and call('HEXISTS', PREFIX .. 'sessions:ended', session) == 0 then
+        call('HSET', trouble, session, '"gateway-lost"')
+        local left = call('PTTL', all)
+        if left > 0 then
+            call('PEXPIRE', trouble, left)
+        end
+    end
+end
+
 -- End all claims of a gateway. One whose answer had ended may have been delivered, and is used; others are not, as far
 -- as anybody knows. Gives each one's token, then whether its index is used (1 or 0) with the index, a bar, and what it was
 -- about.
@@ -283,7 +296,9 @@ local function end_all(claims)
             if not claim.ended then
                 complete(live, claim.index)
             end
-            settle(live, claim.index, claim.ended)
+            if settle(live, claim.index, claim.ended) and claim.index == head.next - 1 then
+                undelivered(claim.about)
+            end
         end
         wake()
         close()

@@ -38,6 +38,10 @@ local HOLDERS, GROUPS, ORDINALS = root .. 'sessions:keys', root .. 'sessions:gro
 local IDLE, TROUBLE = root .. 'sessions:idle', root .. 'sessions:trouble'
 
 call('HSETNX', ABOUT, 'memory', memory)
+-- Where nothing has happened yet it stays as long as somebody asks; later it ends with all the other keys.
+if call('HLEN', ABOUT) == 1 and call('PTTL', ABOUT) < kept / 2 then
+    call('PEXPIRE', ABOUT, kept)
+end
 
 local function detail(session, part)
     return root .. 'session:' .. session .. ':' .. part
@@ -177,6 +181,7 @@ function operations.retell()
             finish(session, why)
         end
     end
+    keep()
     return {}
 end
 
@@ -214,6 +219,16 @@ function operations.hold()
     return {}
 end
 
+-- The answer's id of a request that is remembered leads to it no more.
+local function unlink_answer(recent, number)
+    local known = call('HGET', recent, number)
+    local answer = known and cjson.decode(known)[4] or ''
+    if answer ~= '' and call('HGET', recent, 'a:' .. answer) == number then
+        call('HDEL', recent, 'a:' .. answer)
+    end
+    return known
+end
+
 -- session, trouble as JSON or nothing, then of a delivered request that samples: identity, index, request id, answer id
 function operations.left()
     local session, trouble = ARGV[FIRST], ARGV[FIRST + 1]
@@ -222,6 +237,10 @@ function operations.left()
     end
     if trouble ~= '' then
         call('HSET', TROUBLE, session, trouble)
+        local left = call('PTTL', ALL)
+        if left > 0 then
+            call('PEXPIRE', TROUBLE, left)
+        end
     else
         call('HDEL', TROUBLE, session)
     end
@@ -234,14 +253,14 @@ function operations.left()
     if not number then
         number = call('HINCRBY', recent, 'last', 1)
         local oldest = string.format('%d', number - RECENT)
-        local gone = call('HGET', recent, oldest)
+        local gone = unlink_answer(recent, oldest)
         if gone then
-            local known = cjson.decode(gone)
-            call('HDEL', recent, oldest, 'r:' .. known[3], 'a:' .. known[4])
+            call('HDEL', recent, oldest, 'r:' .. cjson.decode(gone)[3])
         end
         call('HSET', recent, 'r:' .. request, string.format('%d', number))
     end
     number = string.format('%d', number)
+    unlink_answer(recent, number)
     local text = '[' .. json(identity) .. ',' .. index .. ',' .. json(request) .. ',' .. json(answer) .. ']'
     call('HSET', recent, number, text, 'latest', number)
     if answer ~= '' then
@@ -261,8 +280,47 @@ function operations.look()
     }
 end
 
+-- The largest number, and by how much all are made smaller before they are added, so that no sum in between is beyond it.
+local SCALE = 2 ^ -100
+local LARGEST = (2 - 2 ^ -52) * 2 ^ 1023 * SCALE
+
+-- Whether numbers and one more, which is to scale, have a sum above 0 (1) or below (-1). It is not rounded: every part that
+-- an addition loses is kept as a number of its own.
+local function sign(numbers, last)
+    local parts = {}
+    for each = 1, #numbers + 1 do
+        local sum, kept = each > #numbers and last or numbers[each] * SCALE, {}
+        for _, part in ipairs(parts) do
+            local large, small = sum, part
+            if math.abs(sum) < math.abs(part) then
+                large, small = part, sum
+            end
+            sum = large + small
+            local lost = small - (sum - large)
+            if lost ~= 0 then
+                kept[#kept + 1] = lost
+            end
+        end
+        if sum ~= 0 then
+            kept[#kept + 1] = sum
+        end
+        parts = kept
+    end
+    local whole = parts[#parts] or 0
+    return whole > 0 and 1 or whole < 0 and -1 or 0
+end
+
+local function beyond(numbers)
+    local most = 0
+    for _, each in ipairs(numbers) do
+        most = most + math.abs(each) * SCALE
+    end
+    return most > LARGEST / 2 and (sign(numbers, -LARGEST) > 0 or sign(numbers, LARGEST) < 0)
+end
+
 -- session, reward, a request by its own or its answer's id, or nothing: the last one; or nothing, identity and index.
--- Gives ended; unknown; or done, identity, index, its reward before or nothing, then its session's rewards.
+-- Gives ended; unknown; large: the sum would be beyond the largest number; or done, identity, index, its reward before or
+-- nothing, then its session's rewards.
 function operations.reward()
     local session, reward, name = ARGV[FIRST], ARGV[FIRST + 1], ARGV[FIRST + 2]
     if call('HEXISTS', ENDED, session) == 1 then
@@ -283,11 +341,21 @@ function operations.reward()
         local known = call('HGET', recent, number)
         identity, index = cjson.decode(known)[1], string.match(known, '^%[.-",(%d+),"')
     end
-    local rewards = detail(session, 'rewards')
-    local before = call('HGET', rewards, identity .. '\0' .. index) or ''
-    call('HSET', rewards, identity .. '\0' .. index, reward)
+    local rewards, place = detail(session, 'rewards'), identity .. '\0' .. index
+    local before, given, numbers = '', call('HGETALL', rewards), { tonumber(reward) }
+    for each = 1, #given, 2 do
+        if given[each] == place then
+            before = given[each + 1]
+        else
+            numbers[#numbers + 1] = tonumber(given[each + 1])
+        end
+    end
+    if beyond(numbers) then
+        return { 'large' }
+    end
+    call('HSET', rewards, place, reward)
     call('PEXPIRE', rewards, kept)
-    call('ZADD', IDLE, now, session)
+    call('ZADD', IDLE, 'XX', now, session)
     return { 'done', identity, index, before, call('HVALS', rewards) }
 end
 
@@ -298,12 +366,12 @@ function operations.sweep()
     for each = FIRST + 3, #ARGV do
         call('ZADD', IDLE, 'XX', now, ARGV[each])
     end
-    if opened() > 0 then
-        keep()
-    end
     local due = most > 0 and call('ZRANGEBYSCORE', IDLE, '-inf', now - idle, 'LIMIT', 0, most) or {}
     for _, session in ipairs(due) do
         finish(session, why)
+    end
+    if #due > 0 or opened() > 0 then
+        keep()
     end
     return due
 end
