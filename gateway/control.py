@@ -243,6 +243,6 @@ def _errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        if where == "body" and not request.headers.get("content-type", "").startswith("application/json"):
+        if isinstance(error.body, bytes):
             return refusal(CallerFault("The body must be JSON, sent with Content-Type: application/json."))
         return refusal(CallerFault(f"{where}: {first['msg']}", param=where))
