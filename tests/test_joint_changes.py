@@ -177,7 +177,7 @@ async def test_who_takes_over_a_pause_is_not_opened_by_whoever_had_it_before() -
             inside = send(two, "x")
             await until(lambda: len(held.came) == 1)
             first = asyncio.create_task(post(one, version="1"))
-            await until(lambda: gate_of(two).shut)
+            await until(lambda: gate_of(one).shut and gate_of(two).shut)
             number = gate_of(one).number
             second = asyncio.create_task(post(two, "/pause"))
             await until(lambda: gate_of(one).number > number)
