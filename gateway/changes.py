@@ -97,8 +97,15 @@ class Changes:
         if change.after not in (None, self._fleet.pools[change.pool].gate.number):
             raise contended(change.pool)
 
-    def apply(self, change: Change, made: Made | None = None) -> None:
-        """Make a change, unless the fleet is so already. `made`: its place, where other gateways make it too."""
+    def apply(self, change: Change, made: Made | None = None) -> int:
+        """Make a change, unless the fleet is so already; the number by which the pool's gate stands then.
+
+        `made`: its place, where other gateways make it too.
+        """
+        self._apply(change, made)
+        return self._fleet.pools[change.pool].gate.number
+
+    def _apply(self, change: Change, made: Made | None) -> None:
         pool = self._fleet.pools[change.pool]
         replica = pool.replicas.get(change.name)
         match change.what:

@@ -65,8 +65,8 @@ class JointSiblings:
     def number(self) -> int:
         return self._series.number
 
-    async def change(self, *changes: Change) -> None:
-        await self._series.make([Wanted(each.what, each.pool, each.name, each.after, _words(each)) for each in changes])
+    async def change(self, *changes: Change) -> list[int]:
+        return await self._series.make([Wanted(each.what, each.pool, each.name, each.after, _words(each)) for each in changes])
 
     async def inside(self, pools: Collection[str]) -> int:
         live, gone = await self._series.said()

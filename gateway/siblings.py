@@ -105,8 +105,8 @@ class Siblings(Protocol):
     def number(self) -> int:
         """Of the last change that was made here."""
 
-    async def change(self, *changes: Change) -> None:
-        """Make these changes, in this order and together, at all of them.
+    async def change(self, *changes: Change) -> list[int]:
+        """Make these changes, in this order and together, at all of them. The number of each, for those of gates.
 
         Raises `Busy` where that cannot be had now, and `Conflict` where a replica is there already.
         """
@@ -130,11 +130,10 @@ class Alone:
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
 
-    async def change(self, *changes: Change) -> None:
+    async def change(self, *changes: Change) -> list[int]:
         for change in changes:
             self._changes.check(change)
-        for change in changes:
-            self._changes.apply(change)
+        return [self._changes.apply(change) for change in changes]
 
     async def inside(self, pools: Collection[str]) -> int:
         return 0

@@ -74,8 +74,7 @@ class Weights:
         before = {pool.name: pool.gate.number for pool in pools}
         shut = [pool for pool in pools if not pool.gate.shut]
         try:
-            await self._siblings.change(*(Change("pause", pool.name, "") for pool in pools))
-            numbers = {pool.name: pool.gate.number for pool in pools}
+            numbers = await self._siblings.change(*(Change("pause", pool.name, "") for pool in pools))
             async with asyncio.timeout(self._seconds):
                 await self._emptied(pools)
         except BaseException as error:
@@ -87,7 +86,7 @@ class Weights:
                     code="weights_in_flight",
                 ) from None
             raise
-        return numbers
+        return dict(zip((pool.name for pool in pools), numbers, strict=True))
 
     async def _undo(self, pools: Iterable[Pool], before: dict[str, int]) -> None:
         """Open what was open before, unless somebody else has shut it meanwhile."""

@@ -161,8 +161,8 @@ class Series:
             self._look.set()
 
     # --- changes
-    async def make(self, wanted: Sequence[Wanted]) -> None:
-        """Have changes made by all gateways that live, together and in this order.
+    async def make(self, wanted: Sequence[Wanted]) -> list[int]:
+        """Have changes made by all gateways that live, together and in this order. The number of each.
 
         Raises `StoreFault`; `Busy` where a gate does not stand as it should, or somebody has not made them in time;
         `Conflict` where a replica is there already.
@@ -180,7 +180,9 @@ class Series:
         if outcome == b"exists":
             name = told[0].decode()
             raise Conflict(f"There is a replica {name!r} already.", code="replica_exists", param="name")
-        await self._made(told[0])
+        last: int = told[0]
+        await self._made(last)
+        return list(range(last + 1 - len(wanted), last + 1))
 
     async def said(self) -> tuple[dict[str, Said], dict[str, Said]]:
         """What each gateway that lives said last, and each of which something may be left. Raises `StoreFault`."""
