@@ -149,7 +149,9 @@ def _check_params(handling: Handling, value: dict[str, Any]) -> None:
         return
     name = handling.seed[0]
     params = value.get(name)
-    if not (params is None or isinstance(params, dict) or (isinstance(params, list) and fanout.shares_out(handling, name))):
+    if not (
+        params is None or isinstance(params, dict) or (isinstance(params, list) and fanout.shares_out(handling, name))
+    ):
         raise CallerFault(f"{name} must be an object.", param=name)
 
 

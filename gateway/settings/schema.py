@@ -316,7 +316,9 @@ class Limits(Section):
     body_bytes: Count = Field(67108864, description="Longest request body, in bytes.")
     head_bytes: Count = Field(65536, description="Longest request head, in bytes.")
     held_bytes: Count = Field(
-        1073741824, description="Bytes of request bodies that are held at once, of all requests; past it 503."
+        1073741824,
+        description="Bytes of request bodies that are held at once, of all requests, and as many again of"
+        " those taken apart; past it 503.",
     )
     connections: Count = Field(16384, description="Connections of clients that are open at once; past it 503.")
     queue: Count = Field(4096, description="Requests that may wait in one lane; past it 503.")
