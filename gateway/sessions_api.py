@@ -157,7 +157,7 @@ class Desk:
         folder, _ = self._runs.reading(asked.run.name)
         since = None if asked.session is None else asked.session.since
         gateways = await self._sessions.gateways(asked.run.name)
-        return exports.whole(await exports.of_session(folder, asked.name, since), gateways)
+        return await exports.whole(await exports.of_session(folder, asked.name, since), gateways)
 
     async def end(self, request: Request, failed: str | None = None) -> dict[str, Any]:
         """Let a session take no more requests; `failed` says why its work is worth nothing."""
