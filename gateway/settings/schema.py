@@ -328,7 +328,11 @@ class Limits(Section):
         description="Counters in memory that remember one request each, or fewer that remember more (nine more count as"
         " another counter); those unused for longest go to a file in the run's folder.",
     )
-    runs: Count = Field(64, description="Runs that requests may name and one process has open.")
+    runs: Count = Field(
+        64,
+        description="Runs that one process has open; past it the longest idle one is closed, or, where none is idle or"
+        " with redis, 503.",
+    )
     readings: Count = Field(2, description="Ledgers that are read at once for pages of `/ui`; past it 503.")
     attempts: Count = Field(3, description="Sendings of one request, the first included.")
 
