@@ -170,13 +170,16 @@ class Run:
 class Told:
     """What the ledger of a run tells, read in a thread of its own. The run is locked from the start.
 
-    Raises `RunBusy`.
+    Raises `RunBusy`, and `LedgerFault` where it cannot be locked.
     """
 
     def __init__(self, settings: Settings, name: str) -> None:
         self.name = name
         self._folder = settings.ledger.path / name
-        self.lock = _locked(self._folder)
+        try:
+            self.lock = _locked(self._folder)
+        except OSError as error:
+            raise LedgerFault(f"The folder of run {name} cannot be written: {error.strerror}.") from error
         self._store = MemoryStore(settings.limits.scopes)
         self._sessions = Sessions(settings, self._store)
         self._mutex = threading.Lock()
@@ -208,7 +211,7 @@ class Told:
                 self._forget()
 
     def hand_over(self, store: MemoryStore, sessions: Sessions) -> None:
-        """Let it be known."""
+        """Let what was read be known: all of it in one turn of the loop."""
         read, held = self._store, self._sessions
         store._shelves[self.name] = read._shelves.pop(self.name)
         store._scopes.update(read._scopes)
