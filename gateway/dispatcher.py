@@ -18,6 +18,7 @@ from gateway.fleet import Fleet, Pool, Replica
 from gateway.lanes import Lane, Place
 from gateway.sending import Job, Outcome, Sending
 from gateway.settings import Settings
+from gateway.tasks import start
 from gateway.telemetry import Telemetry
 from gateway.upstream import Broken, Exchange, Late
 
@@ -32,6 +33,11 @@ class Dispatcher:
         self.fleet = fleet
         self.live: dict[str, Sending] = {}
         self._plain = 0
+        self._apart = 0
+        """Bytes that the requests hold which were taken apart."""
+        self._most_apart = settings.limits.held_bytes
+        self._waiting: dict[Replica, set[Place]] = {}
+        """Replica → places in its lanes that are waited for."""
         self._telemetry = telemetry
         self._attempts = settings.limits.attempts
         self._home_seconds = settings.timeouts.home
@@ -66,6 +72,7 @@ class Dispatcher:
     async def join(self, job: Job, calls: Sequence[Call]) -> list[Sending]:
         """Route several calls of one request and put them into their lanes, all or none. Raises `Busy`."""
         joined: list[Sending] = []
+        self._take_apart(job, calls)
         try:
             for call in calls:
                 replica = await self._to_home(job) if job.pool.fixed_home else self._chosen(job, set())
@@ -76,6 +83,17 @@ class Dispatcher:
                 sending.end()
             raise
         return joined
+
+    def _take_apart(self, job: Job, calls: Sequence[Call]) -> None:
+        size = sum(len(call.document.raw) for call in calls)
+        if self._apart and self._apart + size > self._most_apart:
+            raise Busy(
+                f"Requests that were taken apart hold {self._apart} bytes already. Ask again later, ask for fewer "
+                "samples at once, or raise limits.held_bytes.",
+                code="too_many_bytes",
+            )
+        self._apart += size
+        job.apart = size
 
     async def send(self, job: Job, call: Call, joined: Sending | None = None) -> Sending:
         """Send until a replica answers with a first byte that may be passed on, or nothing is left to try.
@@ -219,10 +237,14 @@ class Dispatcher:
 
     # --- admit
     async def _turn(self, job: Job, sending: Sending, lane: Lane) -> bool:
-        """Wait until a call's turn has come. False: its replica went down meanwhile, so it must go elsewhere."""
+        """Wait until a call's turn has come. False: its replica went down meanwhile, or was drained, so it must go
+        elsewhere.
+        """
         if not (sending.place.taken or sending.unwanted):
             loop = asyncio.get_running_loop()
             since = loop.time()
+            waiting = self._watched(sending.replica)
+            waiting.add(sending.place)
             try:
                 async with asyncio.timeout(self._lane_seconds):
                     await lane.turn(sending.place)
@@ -233,6 +255,7 @@ class Dispatcher:
                     code="lane_timeout",
                 ) from None
             finally:
+                waiting.discard(sending.place)
                 waited = loop.time() - since
                 job.lane_wait += waited
                 self._telemetry.lane_wait.observe(waited, job.pool.name)
@@ -242,7 +265,22 @@ class Dispatcher:
             raise Aborted("The request was aborted by its id.")
         if lane.doubt and await self._doubtful(job.pool, lane, sending.place):
             job.flags.append("lane-uncertain")
-        return True
+        return not sending.replica.draining
+
+    def _watched(self, replica: Replica) -> set[Place]:
+        """The places in a replica's lanes that are waited for, which are woken when it is drained."""
+        waiting = self._waiting.get(replica)
+        if waiting is None:
+            waiting = self._waiting[replica] = set()
+            start(self._wake(replica, waiting), f"drain of {replica.name}")
+        return waiting
+
+    async def _wake(self, replica: Replica, waiting: set[Place]) -> None:
+        while not replica.draining:
+            await replica.changed.wait()
+        del self._waiting[replica]
+        for place in waiting:
+            place.wake()
 
     def _enter(self, job: Job) -> bool:
         """Pass the gate. False: it is shut."""
@@ -274,6 +312,7 @@ class Dispatcher:
 
     def leave(self, job: Job) -> None:
         """A request has ended."""
+        self._apart -= job.apart
         job.pool.gate.leave(job.passage)
 
     async def _doubtful(self, pool: Pool, lane: Lane, place: Place) -> bool:

@@ -27,8 +27,7 @@ async def page(
     `X-Detgate-Next` is what `after` must be to go on from there, as long as the order is the same. Raises `CallerFault`
     for any other `after`.
     """
-    found = await asyncio.to_thread(Requests, folder)
-    keys: Sequence[Key] = found.submitted() if live else found.canonical()
+    found, keys = await asyncio.to_thread(_sorted, folder, live)
     if after is not None:
         try:
             keys = found.after(keys, _key(after, live), live=live)
@@ -47,15 +46,21 @@ async def page(
     return StreamingResponse(found.lines(keys), media_type=MEDIA, headers=headers)
 
 
+def _sorted(folder: Path, live: bool) -> tuple[Requests, Sequence[Key]]:
+    found = Requests(folder)
+    return found, found.submitted() if live else found.canonical()
+
+
 async def of_session(folder: Path, session: str, since: Mark | None) -> Requests:
     """The requests of one session."""
     return await asyncio.to_thread(Requests, folder, session, since)
 
 
-def whole(found: Requests, gateways: Collection[str] = ()) -> Response:
+async def whole(found: Requests, gateways: Collection[str] = ()) -> Response:
     """All that was found, in canonical order. `gateways`: as for `page`."""
     headers = {"x-detgate-order": "canonical", **_missing(found, gateways)}
-    return StreamingResponse(found.lines(found.canonical()), media_type=MEDIA, headers=headers)
+    keys = await asyncio.to_thread(found.canonical)
+    return StreamingResponse(found.lines(keys), media_type=MEDIA, headers=headers)
 
 
 def _missing(found: Requests, gateways: Collection[str]) -> dict[str, str]:

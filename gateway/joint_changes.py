@@ -66,7 +66,9 @@ class JointSiblings:
         return self._series.number
 
     async def change(self, *changes: Change) -> list[int]:
-        return await self._series.make([Wanted(each.what, each.pool, each.name, each.after, _words(each)) for each in changes])
+        return await self._series.make(
+            [Wanted(each.what, each.pool, each.name, each.after, _words(each)) for each in changes]
+        )
 
     async def inside(self, pools: Collection[str]) -> int:
         live, gone = await self._series.said()

@@ -2,14 +2,20 @@
 
 A run's folder is `{ledger.path}/{run}`: `run.json` says what it is, `lock` that a process has it, `*.jsonl` are the
 records. One process has a run's folder at a time.
+
+A run that a request names is opened when it is named. Where that would take long its ledger is read beside the loop,
+into counters and sessions that nobody else sees until all of it is known. Where no more may be open, that one is closed
+in which nothing has happened for longest.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -23,8 +29,16 @@ from gateway.ledger.writer import Ledger, LedgerFault
 from gateway.sessions import Sessions
 from gateway.settings import InvalidSettings, Settings
 from gateway.stores import Store
+from gateway.stores.memory import MemoryStore
+from gateway.tasks import start
 
 OPEN, ENDED, SHARED = "open", "ended", "shared"
+
+LARGE = 8 << 20
+"""Bytes of a ledger above which it is read beside the loop: some tenth of a second."""
+
+PACE = 32 << 20
+"""Bytes a second that are read there at least: when to ask again."""
 
 
 class RunBusy(Busy):
@@ -59,9 +73,13 @@ class Run:
         failed: Callable[[], None],
         *,
         named: bool,
+        told: Told | None = None,
     ) -> None:
+        """`told`: what its ledger tells, where that was read already, and its lock."""
         self.name = name
         self.folder = settings.ledger.path / name
+        self.used_at = time.monotonic()
+        """When a request named it last."""
         self._store, self._sessions = store, sessions
         known = _known(self.folder)
         if known and (known.get("state") == SHARED) != store.shared:
@@ -72,13 +90,13 @@ class Run:
             key for key, value in deciding.items() if known.get("deciding", deciding).get(key) != value
         )
         """Deciding settings that are not those the run began with: the process must not serve it."""
-        self._lock: int | None = None
+        self._lock: int | None = None if told is None else told.lock
         self._begun: Ledger | None = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not store.shared:
+            if self._lock is None and not store.shared:
                 self._lock = _locked(self.folder)
-            lost = self._restore(sessions)
+            lost = self._restore(sessions) if told is None else self._take(told)
             self.ledger = self._begun = Ledger(
                 self.folder,
                 name,
@@ -88,7 +106,7 @@ class Run:
             )
             self._about = {
                 "run": name,
-                "named": named,
+                "named": known.get("named", named),
                 "started": known.get("started") or time.time(),
                 "epoch": self.epoch,
                 "deciding": known.get("deciding", deciding),
@@ -133,18 +151,97 @@ class Run:
         if self._store.shared:
             self.epoch = 0
             return []
-        segments = Segments(self.folder)
-        lost = self._store.restore(self.name, self.folder, sessions.restoring(self.name, self.folder, segments))
-        gaps = [{"event": "gap", "run": self.name, "time": time.time(), "missing": None}] * unmarked(self.folder)
-        self.epoch = segments.gaps + len(gaps)
-        if self.epoch:
-            self._store.fence(self.name)
-        return gaps + lost
+        lost, self.epoch = _restored(self.name, self.folder, self._store, sessions)
+        return lost
+
+    def _take(self, told: Told) -> list[dict[str, Any]]:
+        """The same where the ledger was read already."""
+        assert isinstance(self._store, MemoryStore)
+        told.hand_over(self._store, self._sessions)
+        self.epoch = told.epoch
+        return told.lost
 
     def _write(self, state: str) -> None:
         partial = self.folder / f"run.json.{os.getpid()}"
         partial.write_bytes(orjson.dumps({**self._about, "state": state}, option=orjson.OPT_INDENT_2))
         partial.replace(self.folder / "run.json")
+
+
+class Told:
+    """What the ledger of a run tells, read in a thread of its own. The run is locked from the start.
+
+    Raises `RunBusy`, and `LedgerFault` where it cannot be locked.
+    """
+
+    def __init__(self, settings: Settings, name: str) -> None:
+        self.name = name
+        self._folder = settings.ledger.path / name
+        try:
+            self.lock = _locked(self._folder)
+        except OSError as error:
+            raise LedgerFault(f"The folder of run {name} cannot be written: {error.strerror}.") from error
+        self._store = MemoryStore(settings.limits.scopes)
+        self._sessions = Sessions(settings, self._store)
+        self._mutex = threading.Lock()
+        self._busy = self._unwanted = False
+        self.lost: list[dict[str, Any]] = []
+        """What the ledger lacks."""
+        self.epoch = 0
+
+    def read(self) -> None:
+        """Read it all."""
+        with self._mutex:
+            if self._unwanted:
+                return
+            self._busy = True
+        try:
+            # Sessions look at the clock of the loop that they are in.
+            asyncio.run(self._restore())
+        finally:
+            with self._mutex:
+                self._busy = False
+                if self._unwanted:
+                    self._forget()
+
+    def give_up(self) -> None:
+        """Nobody wants it any more: unlock the run, as soon as it is not read."""
+        with self._mutex:
+            self._unwanted = True
+            if not self._busy:
+                self._forget()
+
+    def hand_over(self, store: MemoryStore, sessions: Sessions) -> None:
+        """Let what was read be known: all of it in one turn of the loop."""
+        read, held = self._store, self._sessions
+        store._shelves[self.name] = read._shelves.pop(self.name)
+        store._scopes.update(read._scopes)
+        store._sessions.update(read._sessions)
+        store._weight += read._weight
+        store._fenced |= read._fenced
+        sessions._past[self.name] = held._past.pop(self.name)
+        for key in held._by_key.keys() & sessions._by_key.keys():
+            sessions._by_key[key].key = None
+        sessions._by_key |= held._by_key
+        sessions._sessions |= held._sessions
+        sessions._groups |= held._groups
+        sessions._idle |= held._idle
+        sessions._ended |= held._ended
+        while len(sessions._ended) > sessions._limit:
+            sessions._forget(next(iter(sessions._ended)))
+
+    async def _restore(self) -> None:
+        self.lost, self.epoch = _restored(self.name, self._folder, self._store, self._sessions, self._wanted)
+
+    def _wanted(self, records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for record in records:
+            if self._unwanted:
+                return
+            yield record
+
+    def _forget(self) -> None:
+        self._store.close(self.name)
+        self._sessions.end_run(self.name)
+        os.close(self.lock)
 
 
 class Runs:
@@ -174,15 +271,18 @@ class Runs:
         except RunBusy as fault:
             raise InvalidSettings([f"run: {fault.message} Name another run, or use state: redis://."]) from None
         self._open = {name: self.own}
+        self._opening: dict[str, asyncio.Task[None]] = {}
+        """Those whose ledger is being read, and those where that came to nothing until they are named again."""
+        self._reading = asyncio.Lock()
+        """One ledger is read at a time."""
 
     def find(self, name: str) -> Run:
-        """The run of that name, opened if need be. Raises `Busy` where it cannot be served here."""
+        """The run of that name, opened if need be. Raises `Busy` where it cannot be served here, or not yet."""
         run = self._open.get(name)
         if run is None:
-            limit = self._settings.limits.runs
-            if len(self._open) >= limit:
-                raise Busy(f"{limit} runs are open already. End some, or raise limits.runs.", code="too_many_runs")
-            run = self._open[name] = Run(self._settings, name, self._store, self._sessions, self._failed, named=True)
+            run = self._opened(name)
+        if run is not self.own:
+            run.used_at = time.monotonic()
         if run.differs:
             raise Busy(
                 f"Run {name} began with other settings: {', '.join(run.differs)}. "
@@ -191,6 +291,75 @@ class Runs:
                 retry_after=60,
             )
         return run
+
+    def _opened(self, name: str) -> Run:
+        """Open a run; one whose ledger is long, beside the loop."""
+        opening = self._opening.get(name)
+        if opening is not None:
+            if not opening.done():
+                raise self._not_yet(name)
+            del self._opening[name]
+            opening.result()
+        self._make_room()
+        if isinstance(self._store, MemoryStore) and self._size(name) > LARGE:
+            known = _known(self._settings.ledger.path / name)
+            if known.get("state") == SHARED:
+                raise OtherState(name, shared=False)
+            self._opening[name] = start(self._open_beside(Told(self._settings, name)), f"run {name}")
+            raise self._not_yet(name)
+        run = self._open[name] = Run(self._settings, name, self._store, self._sessions, self._failed, named=True)
+        return run
+
+    async def _open_beside(self, told: Told) -> None:
+        try:
+            async with self._reading:
+                await asyncio.to_thread(told.read)
+        except OSError as error:
+            told.give_up()
+            raise LedgerFault(f"The ledger of run {told.name} cannot be read: {error.strerror}.") from error
+        except BaseException:
+            told.give_up()
+            raise
+        self._open[told.name] = Run(
+            self._settings, told.name, self._store, self._sessions, self._failed, named=True, told=told
+        )
+        del self._opening[told.name]
+
+    def _size(self, name: str) -> int:
+        """Bytes of a run's ledger."""
+        return sum(file.stat().st_size for file in (self._settings.ledger.path / name).glob("*.jsonl"))
+
+    def _not_yet(self, name: str) -> Busy:
+        return Busy(
+            f"Run {name} is being opened: its ledger is long. Ask again.",
+            code="run_opening",
+            retry_after=1 + self._size(name) // PACE,
+        )
+
+    def _make_room(self) -> None:
+        """Close the run in which nothing has happened for longest, if no more may be open. Raises `Busy`."""
+        limit = self._settings.limits.runs
+        opening = sum(not task.done() for task in self._opening.values())
+        if len(self._open) + opening < limit:
+            return
+        if not isinstance(self._store, MemoryStore):
+            raise Busy(
+                f"{limit} runs are open already. Name fewer, or raise limits.runs.",
+                code="too_many_runs",
+                retry_after=60,
+            )
+        used = _used(self._store, self._sessions)
+        idle = [run for run in self._open.values() if run is not self.own and run.name not in used]
+        if not idle:
+            raise Busy(
+                f"{limit} runs are open already, and each has open requests or sessions. Ask again later, end "
+                "sessions, or raise limits.runs.",
+                code="too_many_runs",
+            )
+        run = min(idle, key=lambda run: run.used_at)
+        del self._open[run.name]
+        run.close()
+        self._sessions._ledgers.pop(run.name, None)
 
     def revive(self, name: str) -> None:
         """Open a run that is there already: what it knew may be asked for before a request counts in it."""
@@ -210,14 +379,49 @@ class Runs:
         known = _known(folder)
         if not known:
             raise NotFound(f"There is no run {name} here.", code="run_not_found", param="run")
-        if known.get("state") == OPEN:
+        if known.get("state") == OPEN and name not in self._opening:
             os.close(_locked(folder))
         return folder, known.get("state") == SHARED
 
+    def past(self, name: str | None) -> Path | None:
+        """The folder of a run that has ended and is not open here: who reads it need not open it."""
+        if name is None or name in self._open or name in self._opening:
+            return None
+        folder = self._settings.ledger.path / name
+        return folder if _known(folder).get("state") == ENDED else None
+
     def close(self) -> None:
         """End all of them cleanly."""
+        for opening in self._opening.values():
+            opening.cancel()
         for run in self._open.values():
             run.close()
+
+
+def _restored(
+    name: str,
+    folder: Path,
+    store: Store,
+    sessions: Sessions,
+    through: Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]] = iter,
+) -> tuple[list[dict[str, Any]], int]:
+    """Bring counters and sessions to where a run's ledger left them. Gives what that lacks, and the epoch.
+
+    `through`: what the records go through.
+    """
+    segments = Segments(folder)
+    lost = store.restore(name, folder, sessions.restoring(name, folder, through(segments)))
+    gaps = [{"event": "gap", "run": name, "time": time.time(), "missing": None}] * unmarked(folder)
+    epoch = segments.gaps + len(gaps)
+    if epoch:
+        store.fence(name)
+    return gaps + lost, epoch
+
+
+def _used(store: MemoryStore, sessions: Sessions) -> set[str]:
+    """Runs in which a request has an index or waits for one, or a session was created and has not ended."""
+    used = {key.run for key, scope in store._scopes.items() if scope.live} | {key.run for key in store._waiters}
+    return used | {run for (run, _), session in sessions._sessions.items() if session.state == "open"}
 
 
 def _chosen(settings: Settings, *, resume: bool, new: bool) -> str:

@@ -59,6 +59,8 @@ class Job:
     loads: Mapping[str, int] | None = None
     """What the last choice was made among, where it depends on loads."""
     attempts: int = 0
+    apart: int = 0
+    """Bytes of its calls together, where it was taken apart."""
     candidates: list[str] = field(default_factory=list)
     """What the last choice was made among, the best first."""
     replicas: list[str] = field(default_factory=list)

@@ -6,22 +6,26 @@ may create one.
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
+import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from gateway import exports
 from gateway.core import identity
-from gateway.core.errors import CallerFault, NotFound, TooLarge
+from gateway.core.errors import CallerFault, NotFound, TooLarge, Unauthorized
 from gateway.core.identity import Known, Location, Named
-from gateway.keys import AdminKey, given
+from gateway.keys import AdminKey, digest, given
+from gateway.ledger.requests import Requests
 from gateway.runs import Run, Runs
 from gateway.session import Group, Session, Visitor, Wanted
 from gateway.session_records import recalled
-from gateway.sessions import PREFIX, Sessions
+from gateway.sessions import PREFIX, Sessions, numbered
 from gateway.settings import Settings
 from gateway.stores import ScopeKey, Store
 
@@ -66,9 +70,18 @@ _BODY = {"requestBody": {"required": True, "content": {"application/json": {"sch
 class Asked(NamedTuple):
     """A request for a session that there may be."""
 
-    run: Run
+    run: str
     name: str
     session: Session | None
+
+
+class Past(NamedTuple):
+    """A session of a run that has ended, as its ledger tells."""
+
+    session: Session
+    requests: Requests
+    next: int | None
+    """The next number of its own counter; None: the client numbers."""
 
 
 def build(settings: Settings, runs: Runs, sessions: Sessions, store: Store) -> APIRouter:
@@ -138,30 +151,37 @@ class Desk:
 
     async def state(self, request: Request) -> dict[str, Any]:
         """How a session stands."""
+        past = await self._past(request)
+        if past is not None:
+            shown = self._shown(past.session)
+            return shown if shown["next_index"] is None else shown | {"next_index": past.next}
         asked = await self.session(request)
         if asked.session is None:
             return await self._uncreated(asked)
         told = self._shown(asked.session)
         if self._sessions.shared:
-            folder, _ = self._runs.reading(asked.run.name)
+            folder, _ = self._runs.reading(asked.run)
             told["open_requests"] = (await exports.of_session(folder, asked.name, None)).open
         return told
 
     async def requests(self, request: Request) -> Response:
         """What a session asked for, and what came of it."""
+        past = await self._past(request)
+        if past is not None:
+            return await exports.whole(past.requests)
         asked = await self.session(request)
-        folder, _ = self._runs.reading(asked.run.name)
+        folder, _ = self._runs.reading(asked.run)
         since = None if asked.session is None else asked.session.since
-        gateways = await self._sessions.gateways(asked.run.name)
-        return exports.whole(await exports.of_session(folder, asked.name, since), gateways)
+        gateways = await self._sessions.gateways(asked.run)
+        return await exports.whole(await exports.of_session(folder, asked.name, since), gateways)
 
     async def end(self, request: Request, failed: str | None = None) -> dict[str, Any]:
         """Let a session take no more requests; `failed` says why its work is worth nothing."""
         asked = await self.session(request)
-        if asked.session is None and self._sessions.has_ended(asked.run.name, asked.name):
+        if asked.session is None and self._sessions.has_ended(asked.run, asked.name):
             return await self._uncreated(asked)
         if asked.session is None:
-            return self._shown(await self._sessions.end_unknown(asked.run.name, asked.name, failed or None))
+            return self._shown(await self._sessions.end_unknown(asked.run, asked.name, failed or None))
         await self._sessions.end(asked.session, failed or None)
         return self._shown(asked.session)
 
@@ -201,7 +221,27 @@ class Desk:
             raise NotFound(f"Run {run.name} has no session {name}.", code="session_not_found")
         if session is not None:
             await self._sessions.refresh(session)
-        return Asked(run, name if session is None else session.known.session, session)
+        return Asked(run.name, name if session is None else session.known.session, session)
+
+    async def _past(self, request: Request) -> Past | None:
+        """The session that is asked for, of a run that has ended: to be read it need not be opened.
+
+        None: it is no such run. Raises as `session`.
+        """
+        names, key = named(request), given(dict(request.headers.raw))
+        folder = self._runs.past(names.run)
+        if folder is None or names.run is None or names.session is None:
+            return None
+        with_own = key.startswith(PREFIX) and not self._admin.holds(key)
+        if not with_own:
+            self._admin.check(key)
+            self._admin.check_host(request.url.hostname or "")
+        past = await asyncio.to_thread(_past, folder, names.run, names.session)
+        if with_own and past.session.key != digest(key):
+            raise Unauthorized("This key opens no such session.")
+        if not (past.requests.life or len(past.requests)):
+            raise NotFound(f"Run {names.run} has no session {names.session}.", code="session_not_found")
+        return past
 
     async def _group(self, request: Request) -> Group:
         visitor, names = await self.visitor(request)
@@ -258,11 +298,11 @@ class Desk:
 
     async def _uncreated(self, asked: Asked) -> dict[str, Any]:
         """A session that nobody created, or that is remembered no more: what the ledger tells of it."""
-        folder, _ = self._runs.reading(asked.run.name)
+        folder, _ = self._runs.reading(asked.run)
         found = await exports.of_session(folder, asked.name, None)
-        session = recalled(asked.run.name, asked.name, found.life)
+        session = recalled(asked.run, asked.name, found.life)
         session.open = found.open
-        if session.state == "open" and self._sessions.has_ended(asked.run.name, asked.name):
+        if session.state == "open" and self._sessions.has_ended(asked.run, asked.name):
             session.state = "ended"
         return self._shown(session)
 
@@ -283,6 +323,37 @@ class Desk:
             "why": None if failed is None else f"member {failed.known.member} failed: {failed.why}",
             "sessions": [self._shown(session) for session in group.members],
         }
+
+
+def _held(folder: Path, group: Group, ordinal: int) -> dict[str, str]:
+    """The weights that a group is held to: any of its members may have met them first."""
+    members = {numbered(identity, ordinal) for identity in Wanted(group.identity, group.size).identities}
+    held = {}
+    for file in sorted(folder.glob("*.jsonl")):
+        with file.open("rb") as segment:
+            for line in segment:
+                if (
+                    line.startswith(b'{"event":"session_weights"')
+                    and (told := orjson.loads(line))["session"] in members
+                ):
+                    held[told["pool"]] = told["version"]
+    return held
+
+
+def _past(folder: Path, run: str, name: str) -> Past:
+    found = Requests(folder, name)
+    session = recalled(run, name, found.life)
+    session.open = found.open
+    if session.group is not None and session.holds:
+        session.group.held |= _held(folder, session.group, session.known.ordinal)
+    keys = found.canonical()
+    if not keys:
+        return Past(session, found, 0)
+    last = next((key for key in reversed(keys) if key.identity == session.known.identity), None)
+    told = orjson.loads(b"".join(found.lines([last or keys[-1]])))
+    if session.reward is None and told["session_reward"] is not None:
+        session.add(None, told["session_reward"])
+    return Past(session, found, 0 if last is None else None if told["order"] == "client" else last.index + 1)
 
 
 async def read(request: Request, shape: type[Shape]) -> Shape:

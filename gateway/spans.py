@@ -12,6 +12,7 @@ import os
 import time
 from typing import Any
 
+import structlog
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -34,6 +35,8 @@ from gateway.fleet import Replica
 from gateway.settings import Tracing
 from gateway.work import Asked, Work
 
+log = structlog.get_logger("detgate.tracing")
+
 EXPORT_SECONDS = 5
 """How long one export may take."""
 
@@ -45,6 +48,9 @@ _OPERATIONS = {"chat/completions": "chat", "messages": "chat", "responses": "cha
 
 _ASKED = {"max_tokens": int, "temperature": float, "top_p": float, "top_k": int}
 """What of a body is told as it stands, and what it must be."""
+
+_LARGEST = 2**63 - 1
+"""The largest number that OTLP carries: one that is larger would keep its whole batch from being exported."""
 
 _INPUT, _OUTPUT = ("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens")
 
@@ -137,6 +143,13 @@ class Traced:
 
     def end(self, work: Work, outcome: str, error: str | None) -> None:
         """The request is over: say what it was, and end its spans."""
+        try:
+            self._tell(work, outcome, error)
+        except Exception:  # whatever it is, the request is not to hear of it
+            log.exception("a span does not tell all", trace_id=self.id)
+        self._span.end(time.time_ns())
+
+    def _tell(self, work: Work, outcome: str, error: str | None) -> None:
         span = self._span
         for engine_id in list(self._sendings):
             self.left(engine_id, 0, complete=False)
@@ -145,12 +158,11 @@ class Traced:
             span.update_name(f"{self._method} {work.asked.route}")
         if outcome != "delivered":
             _failed(span, error or outcome, server=outcome != "abandoned" and not 400 <= work.answer.status < 500)
-        span.end(time.time_ns())
 
 
 def _failed(span: Span, why: str, *, server: bool = True) -> None:
     """What is the caller's own doing is told, and is no error of this server: the conventions want it so."""
-    span.set_attribute("error.type", why)
+    span.set_attribute("error.type", _carried(why))
     if server:
         span.set_status(StatusCode.ERROR)
 
@@ -193,7 +205,16 @@ def _told(work: Work) -> dict[str, Any]:
             "gen_ai.usage.output_tokens": _count(usage, _OUTPUT),
             "detgate.weight_version": observed.weight_version,
         }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, given in told.items() if (value := _carried(given)) is not None}
+
+
+def _carried(value: Any) -> Any:
+    """A value as OTLP can carry it; None where it cannot. Texts lose lone surrogates, which JSON may hold."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="replace").decode()
+    if isinstance(value, list):
+        return [_carried(each) for each in value]
+    return None if type(value) is int and abs(value) > _LARGEST else value
 
 
 def _of_ask(asked: Asked) -> dict[str, Any]:
@@ -213,7 +234,7 @@ def _of_ask(asked: Asked) -> dict[str, Any]:
     )
     for name, kind in _ASKED.items():
         given = body.get(name)
-        if type(given) in (kind, int):
+        if isinstance(given, int | float) and type(given) in (kind, int) and abs(given) <= _LARGEST:
             told[f"gen_ai.request.{name}"] = kind(given)
     if asked.wish.samples > 1:
         told["gen_ai.request.choice.count"] = asked.wish.samples

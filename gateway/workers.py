@@ -145,17 +145,13 @@ class Workers:
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
     async def _live(self, post: Post) -> int:
-        """The life of one worker; its exit status."""
-        ours, theirs = socket.socketpair()
-        descriptors = [theirs.fileno(), *(sock.fileno() for sock in post.sockets)]
-        with theirs:
-            post.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "gateway", "worker", *map(str, descriptors)),
-                pass_fds=descriptors,
-                stdin=asyncio.subprocess.DEVNULL,
-                # CTRL-C reaches all processes of a terminal: a worker is to hear of it from here alone.
-                start_new_session=True,
-            )
+        """The life of one worker; its exit status. One that the system does not let begin has died at once."""
+        try:
+            ours = await self._begin(post)
+        except OSError as error:
+            log.error("a worker cannot be started", worker=post.number, why=error.strerror or str(error))
+            return 1
+        assert post.process is not None
         if self._stopping.is_set():
             post.process.terminate()
         post.line = Line(ours, self._answer_to(post), lambda news: self._heard(post, news))
@@ -165,6 +161,24 @@ class Workers:
             return await post.process.wait()
         finally:
             await reading
+
+    async def _begin(self, post: Post) -> socket.socket:
+        """Start a process in a post; this end of its line. Raises `OSError`."""
+        ours, theirs = socket.socketpair()
+        descriptors = [theirs.fileno(), *(sock.fileno() for sock in post.sockets)]
+        try:
+            with theirs:
+                post.process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "gateway", "worker", *map(str, descriptors)),
+                    pass_fds=descriptors,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    # CTRL-C reaches all processes of a terminal: a worker is to hear of it from here alone.
+                    start_new_session=True,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        return ours
 
     def _bury(self, post: Post) -> None:
         """What a dead worker has counted counts on."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from httpx import Response
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
@@ -40,3 +43,30 @@ async def test_unknown_routes_models_sessions_and_runs_make_no_new_series() -> N
             await everything(gate, number)
         assert await series(gate) == before
         assert len(before) < 400
+
+
+async def test_requests_that_are_taken_apart_hold_no_more_together_than_held_bytes() -> None:
+    go = asyncio.Event()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        await go.wait()
+        reply.json(completion())
+
+    async def ask(gate: Gate, session: str) -> Response:
+        body = chat("x" * 1000, n=4)
+        return await gate.http.post("/v1/chat/completions", json=body, headers={"X-Session-ID": session})
+
+    limits = {"body_bytes": 5000, "held_bytes": 7000}
+    async with (
+        FakeWorker(script) as worker,
+        gateway(pool("policy", worker.url, engine="sglang"), limits=limits) as gate,
+    ):
+        first = asyncio.create_task(ask(gate, "a"))
+        await gate.until(lambda: len(worker.seen) == 4)
+        refused = await ask(gate, "b")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_bytes")
+        assert refused.headers["retry-after"] == "1"
+        go.set()
+        assert (await first).status_code == 200
+        again = await ask(gate, "b")
+        assert (again.status_code, again.headers["x-detgate-index"]) == (200, "0")

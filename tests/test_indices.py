@@ -381,6 +381,14 @@ async def test_the_largest_values_are_taken() -> None:
         (CHAT, b'{"model": "test-model", "x": "' + b"a" * 2000 + b'"}', 413),
         ("/v1/nothing", b"{}", 404),
         ("/classify", b'{"model": "test-model", "input": "a"}', 400),
+        *(
+            (
+                "/inference/v1/generate",
+                b'{"model": "test-model", "token_ids": [1], "sampling_params": %b}' % params,
+                400,
+            )
+            for params in (b"true", b"1", b'"x"', b"[]", b'[{"n": 1}]')
+        ),
         (
             "/v1/completions",
             b'{"model": "test-model", "prompt": ["a", "b"], "prompt_embeds": ["c", "d"], "n": 5000}',

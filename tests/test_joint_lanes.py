@@ -124,6 +124,27 @@ async def test_who_waits_goes_in_rounds_whichever_gateway_it_waits_in() -> None:
             assert sent == ["hello", "1", "2", "10", "30"]
 
 
+@pytest.mark.parametrize("change", ["drain", "remove"])
+async def test_who_waits_in_a_lane_goes_elsewhere_when_its_replica_is_drained_at_any_gateway(change: str) -> None:
+    one, two = Alone(), Alone()
+    one.go.clear()
+    async with RedisServer() as server, FakeWorker(one) as first, FakeWorker(two) as second:
+        async with gateways(2, server.url, pool("rm", first.url, second.url, role="reward")) as gates:
+            two.go.clear()
+            asked = [asyncio.create_task(score(gates[number % 2], f"{number}")) for number in range(8)]
+            lanes = [next(iter(gate.gateway.fleet)).lanes for gate in gates]
+            await gates[0].until(lambda: one.inside == two.inside == 1 and sum(each.waiting for each in lanes) == 6)
+            if change == "drain":
+                await gates[0].http.post("/admin/pools/rm/replicas/rm-0/drain")
+            else:
+                await gates[0].http.delete("/admin/pools/rm/replicas/rm-0")
+            two.go.set()
+            await gates[0].until(lambda: sum(each.done() for each in asked) == 7)
+            one.go.set()
+            assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 8
+            assert (one.answered, two.answered, two.most) == (1, 7, 1)
+
+
 async def test_samples_of_one_call_are_queued_all_or_none() -> None:
     alone = Alone()
     async with RedisServer() as server, FakeWorker(alone) as worker:

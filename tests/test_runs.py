@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,12 +18,14 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway import runs
 from gateway.core.canonical import raw
 from gateway.core.types import Request
-from gateway.runs import Run
+from gateway.ledger.reader import Segments
+from gateway.runs import Run, RunBusy, Told
 from gateway.sessions import Sessions
 from gateway.settings import InvalidSettings, Settings
-from gateway.stores.memory import MemoryStore
+from gateway.stores.memory import WEIGHT, MemoryStore
 from tests import killing, ports
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
 
@@ -264,7 +267,7 @@ async def test_requests_of_a_run_that_they_name_are_in_its_folder_and_count_for_
     async with FakeWorker() as worker:
         for expected in (["0", "1"], ["2", "3"]):
             async with gateway(pool("policy", worker.url), **settings) as gate:
-                indices = []
+                indices: list[str] = []
                 for text in ("a" + expected[0], "b" + expected[1]):
                     answer = await gate.http.post("/runs/exp/sessions/s/v1/chat/completions", json=chat(text))
                     indices.append(answer.headers["x-detgate-index"])
@@ -364,3 +367,315 @@ async def test_an_answer_that_was_complete_when_the_process_died_may_have_been_d
 
 def gate_lines(folder: Path) -> list[bytes]:
     return [line for file in folder.rglob("*.jsonl") for line in file.read_bytes().splitlines()]
+
+
+# --- runs that requests name
+
+
+async def of_run(gate: Gate, run: str, text: str = "hi", session: str = "s", **headers: str) -> httpx.Response:
+    return await gate.http.post(f"/runs/{run}/sessions/{session}/v1/chat/completions", json=chat(text), headers=headers)
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def about(tmp_path: Path, run: str) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads((tmp_path / run / "run.json").read_text())
+    return told
+
+
+async def test_the_run_that_was_idle_for_longest_makes_room_and_goes_on_when_it_is_named_again(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"ledger": {"path": str(tmp_path)}, "run": "own", "limits": {"runs": 3}}
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), **settings) as gate:
+        indices: list[str] = []
+        for run in ("a", "b", "a", "c", "d", "b", "a"):
+            answer = await of_run(gate, run, f"{len(indices)}")
+            assert answer.status_code == 200, answer.text
+            indices.append(answer.headers["x-detgate-index"])
+            assert len(gate.gateway.runs._open) <= 3
+            if run == "c":
+                assert (about(tmp_path, "b")["state"], about(tmp_path, "a")["state"]) == ("ended", "open")
+        assert indices == ["0", "0", "1", "0", "0", "1", "2"]
+        assert (await ask(gate, "own")).status_code == 200
+
+
+async def test_many_names_use_up_nothing(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"ledger": {"path": str(tmp_path)}, "limits": {"runs": 4}}
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), **settings) as gate:
+        answers = [await of_run(gate, f"r{number}") for number in range(12)]
+        assert {(answer.status_code, answer.headers["x-detgate-index"]) for answer in answers} == {(200, "0")}
+        assert len(gate.gateway.sessions._ledgers) == len(gate.gateway.runs._open) == 4
+
+
+async def test_a_run_with_an_open_request_or_session_is_not_closed(tmp_path: Path) -> None:
+    go = asyncio.Event()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        if b"slow" in seen.body:
+            await go.wait()
+        reply.json(completion())
+
+    settings: dict[str, Any] = {"ledger": {"path": str(tmp_path)}, "run": "own", "limits": {"runs": 3}}
+    async with FakeWorker(script) as worker, gateway(pool("policy", worker.url), **settings) as gate:
+        made = (await gate.http.post("/sessions", json={"identity": "a", "run": "held"})).json()
+        slow = asyncio.create_task(of_run(gate, "asked", "slow"))
+        await gate.until(lambda: len(worker.seen) == 1)
+        refused = await of_run(gate, "new")
+        assert error_of(refused) == (503, "too_many_runs")
+        assert not (tmp_path / "new").exists()
+        go.set()
+        assert (await slow).headers["x-detgate-index"] == "0"
+        assert (await of_run(gate, "new")).status_code == 200
+        assert error_of(await gate.http.delete("/runs/asked/sessions/none")) == (404, "session_not_found")
+        key = {"authorization": f"Bearer {made['api_key']}"}
+        assert (await gate.http.delete("/runs/held/sessions/a", headers=key)).json()["state"] == "ended"
+        assert (await of_run(gate, "newer")).status_code == 200
+        assert (await of_run(gate, "newest")).status_code == 200
+        assert about(tmp_path, "held")["state"] == "ended"
+
+
+async def test_a_run_without_a_name_stays_so_when_it_is_named_by_a_request(tmp_path: Path) -> None:
+    folder: dict[str, Any] = {"ledger": {"path": str(tmp_path)}}
+    async with FakeWorker() as worker:
+        async with gateway(pool("policy", worker.url), **folder) as gate:
+            unnamed = gate.gateway.run
+            await ask(gate, "1")
+        async with gateway(pool("policy", worker.url), run="other", **folder) as gate:
+            assert (await of_run(gate, unnamed, "2")).headers["x-detgate-index"] == "1"
+        assert (about(tmp_path, unnamed)["named"], about(tmp_path, "other")["named"]) == (False, True)
+        async with gateway(pool("policy", worker.url), resume=True, **folder) as gate:
+            assert gate.gateway.run == unnamed
+            assert (await ask(gate, "3")).headers["x-detgate-index"] == "2"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+async def test_who_reads_a_run_that_has_ended_opens_nothing_and_reads_what_was_there(tmp_path: Path) -> None:
+    ledger: dict[str, Any] = {"ledger": {"path": str(tmp_path)}, "auth": {"admin_key": "admin"}}
+    admin = {"authorization": "Bearer admin"}
+    paths = ["used", "a", "a-1", "g:0", "held:1", "numbered", "sorted", "b"]
+
+    async def read(gate: Gate) -> list[Any]:
+        states = [(await gate.http.get(f"/runs/old/sessions/{name}", headers=admin)).json() for name in paths]
+        lines = [(await gate.http.get(f"/runs/old/sessions/{name}/requests", headers=admin)).text for name in paths]
+        return [*states, *lines]
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.json(completion() | {"metadata": {"weight_version": "v1"}})
+
+    async with FakeWorker(script) as worker:
+        async with gateway(pool("policy", worker.url), run="old", **ledger) as gate:
+            made = {}
+            for name, more in (("a", {}), ("b", {"index_order": "content"}), ("a", {"seed": 3})):
+                answer = await gate.http.post("/sessions", json={"identity": name, **more}, headers=admin)
+                made[answer.json()["session_id"]] = answer.json()["api_key"]
+            for group, weights in (("g", "any"), ("held", "hold")):
+                body = {"identity": group, "group_size": 2, "weights": weights}
+                group_made = (await gate.http.post("/sessions", json=body, headers=admin)).json()
+            held = group_made["sessions"][0]["api_key"]
+            for text in ("1", "2"):
+                await of_run(gate, "old", text, "used")
+                await of_run(gate, "old", text, "a", authorization=f"Bearer {made['a']}")
+                await of_run(gate, "old", text, "numbered", **{"x-request-index": text})
+                await of_run(gate, "old", text, "sorted", **{"x-index-order": "content"})
+                await of_run(gate, "old", text, "held:0", authorization=f"Bearer {held}")
+            own = {"authorization": f"Bearer {made['a']}"}
+            await gate.http.post("/rl/set_reward", json={"reward": 0.5}, headers=own)
+            ended = await gate.http.delete("/sessions/a-1?failed=bad", headers=admin)
+            assert ended.json()["state"] == "failed"
+            before = await read(gate)
+            assert [state["next_index"] for state in before[:3]] == [2, 2, 0]
+            assert before[1]["reward"] == 0.5
+            assert before[4]["weights"] == {"policy": "v1"}
+            assert before[5]["next_index"] is None
+        as_it_was = files(tmp_path / "old")
+        async with gateway(pool("policy", worker.url), run="new", **ledger) as gate:
+            assert await read(gate) == before
+            assert (await gate.http.get("/runs/old/sessions/a", headers=own)).json() == before[1]
+            for key in (made["a-1"], "dgs-wrong"):
+                wrong = await gate.http.get("/runs/old/sessions/a", headers={"authorization": f"Bearer {key}"})
+                assert error_of(wrong) == (401, "invalid_api_key")
+            assert (await gate.http.get("/runs/old/sessions/a")).status_code == 401
+            nobody = await gate.http.get("/runs/old/sessions/nobody", headers=admin)
+            assert error_of(nobody) == (404, "session_not_found")
+            assert list(gate.gateway.runs._open) == ["new"]
+            assert files(tmp_path / "old") == as_it_was
+
+
+async def opened(gate: Gate, run: str, text: str, session: str = "s", **headers: str) -> httpx.Response:
+    """The answer of a run, once it is open."""
+    while (answer := await of_run(gate, run, text, session, **headers)).status_code == 503:
+        assert error_of(answer) == (503, "run_opening"), answer.text
+        assert int(answer.headers["retry-after"]) >= 1
+        await asyncio.sleep(0.01)
+    return answer
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Every ledger is long; what is read of one is known when this is set."""
+    monkeypatch.setattr(runs, "LARGE", 0)
+    go = threading.Event()
+    real = Told.read
+
+    def read(self: Told) -> None:
+        real(self)
+        assert go.wait(10)
+
+    monkeypatch.setattr(Told, "read", read)
+    return go
+
+
+async def test_while_a_long_ledger_is_read_the_others_go_on(tmp_path: Path, reading: threading.Event) -> None:
+    ledger: dict[str, Any] = {"ledger": {"path": str(tmp_path)}}
+    async with FakeWorker() as worker:
+        async with gateway(pool("policy", worker.url), run="old", **ledger) as gate:
+            await ask(gate, "1")
+            key = (await gate.http.post("/sessions", json={"identity": "a"})).json()["api_key"]
+        async with gateway(pool("policy", worker.url), run="new", **ledger) as gate:
+            own = {"authorization": f"Bearer {key}"}
+            for _ in range(3):
+                refused = await of_run(gate, "old", "2")
+                assert error_of(refused) == (503, "run_opening")
+                assert refused.headers["retry-after"] == "1"
+                assert error_of(await of_run(gate, "old", "2", "a", **own)) == (503, "run_opening")
+                assert (await ask(gate, "1")).status_code == 200
+            # Nothing of it is known before all of it is.
+            assert gate.gateway.sessions.live == 0
+            assert (await gate.http.post("/v1/chat/completions", json=chat(), headers=own)).status_code == 401
+            assert (await gate.http.get("/admin/runs/old/requests")).headers["x-detgate-order"] == "canonical"
+            reading.set()
+            assert (await opened(gate, "old", "2")).headers["x-detgate-index"] == "1"
+            assert (await of_run(gate, "old", "2", "a", **own)).headers["x-detgate-index"] == "0"
+            assert gate.gateway.sessions.live == 1
+        assert about(tmp_path, "old")["state"] == "ended"
+
+
+@pytest.mark.parametrize("long", [False, True])
+async def test_a_run_is_the_same_however_long_its_ledger_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: bool
+) -> None:
+    if long:
+        monkeypatch.setattr(runs, "LARGE", 0)
+    settings: dict[str, Any] = {"ledger": {"path": str(tmp_path)}, "limits": {"scopes": 8, "sessions": 3}}
+    async with FakeWorker() as worker:
+        async with gateway(pool("policy", worker.url), run="old", **settings) as gate:
+            for number in range(60):
+                await of_run(gate, "old", "1", f"s{number}", **{"idempotency-key": "k"})
+            keys = {}
+            for number in range(5):
+                made = (await gate.http.post("/sessions", json={"identity": f"a{number}"})).json()
+                keys[number] = {"authorization": f"Bearer {made['api_key']}"}
+                if number < 4:
+                    await gate.http.delete(f"/sessions/a{number}?failed=bad")
+            group = (await gate.http.post("/sessions", json={"identity": "g", "group_size": 2})).json()["group_id"]
+        (tmp_path / "old" / "x.gap").touch()
+        async with gateway(pool("policy", worker.url), run="new", **settings) as gate:
+            mine = (await gate.http.post("/sessions", json={"identity": "mine"})).json()["api_key"]
+            await gate.http.delete("/sessions/mine")
+            for number in range(30):
+                await ask(gate, f"{number}")
+            again = await opened(gate, "old", "1", "s7", **{"idempotency-key": "k"})
+            assert (again.headers["x-detgate-index"], "epoch" in again.headers["x-detgate-guarantee"]) == ("0", True)
+            for number in range(60):
+                assert (await of_run(gate, "old", "2", f"s{number}")).headers["x-detgate-index"] == "1"
+            assert (await ask(gate, "30")).headers["x-detgate-index"] == "30"
+            for number in (2, 3):
+                assert error_of(await of_run(gate, "old", "1", f"a{number}", **keys[number])) == (410, "session_ended")
+            assert (await of_run(gate, "old", "1", "a4", **keys[4])).headers["x-detgate-index"] == "0"
+            members = (await gate.http.get(f"/runs/old/groups/{group}")).json()["sessions"]
+            assert [member["state"] for member in members] == ["open", "open"]
+            full = await gate.http.post("/sessions", json={"identity": "b", "run": "old"})
+            assert error_of(full) == (503, "too_many_sessions")
+            assert (await gate.http.delete("/runs/old/sessions/a4")).json()["state"] == "ended"
+            more = (await gate.http.post("/sessions", json={"identity": "a0", "run": "old"})).json()
+            assert more["session_id"] == "a0-1"
+            assert mine
+            store = gate.gateway._store
+            assert isinstance(store, MemoryStore)
+            assert store._weight == sum(WEIGHT + scope.remembered for scope in store._scopes.values())
+            assert len(gate.gateway.sessions._ended) <= 3
+        lost = [
+            json.loads(line) for file in (tmp_path / "old").glob("*.jsonl") for line in file.read_text().splitlines()
+        ]
+        assert [record["missing"] for record in lost if record["event"] == "gap"] == [None]
+
+
+async def test_what_was_open_when_a_process_died_is_closed_as_lost_in_a_long_ledger_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "LARGE", 0)
+    async with FakeWorker() as worker:
+        async with gateway(pool("policy", worker.url), run="old", ledger={"path": str(tmp_path)}) as gate:
+            await ask(gate, "1")
+            await ask(gate, "2")
+        [file] = (tmp_path / "old").glob("*.jsonl")
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        kept = [each for each in records if each["event"] == "opened" or each.get("index") == 0]
+        file.write_text("".join(json.dumps(each) + "\n" for each in kept))
+        async with gateway(pool("policy", worker.url), run="new", ledger={"path": str(tmp_path)}) as gate:
+            assert (await opened(gate, "old", "2")).headers["x-detgate-index"] == "1"
+        ends = [
+            json.loads(line)
+            for file in sorted((tmp_path / "old").glob("*.jsonl"))
+            for line in file.read_text().splitlines()
+        ]
+        assert [each["error"] for each in ends if each["event"] == "closed"] == [None, "gateway-lost", None]
+
+
+async def test_a_long_ledger_that_cannot_be_read_is_told_of_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "LARGE", 0)
+    ledger: dict[str, Any] = {"ledger": {"path": str(tmp_path)}}
+    async with FakeWorker() as worker:
+        async with gateway(pool("policy", worker.url), run="old", **ledger) as gate:
+            await ask(gate, "1")
+        async with gateway(pool("policy", worker.url), run="new", **ledger) as gate:
+            with monkeypatch.context() as patch:
+
+                def broken(self: Any) -> Any:
+                    raise OSError(errno.EIO, "Input/output error")
+
+                patch.setattr(Segments, "__iter__", broken)
+                assert error_of(await of_run(gate, "old", "2")) == (503, "run_opening")
+                await gate.until(lambda: gate.gateway.runs._opening["old"].done())
+                assert error_of(await of_run(gate, "old", "2")) == (503, "ledger_unwritable")
+            os.close(runs._locked(tmp_path / "old"))
+            assert (await opened(gate, "old", "2")).headers["x-detgate-index"] == "1"
+
+
+async def test_who_ends_while_a_long_ledger_is_read_leaves_its_run_to_others(
+    tmp_path: Path, reading: threading.Event
+) -> None:
+    ledger: dict[str, Any] = {"ledger": {"path": str(tmp_path)}}
+    async with FakeWorker() as worker:
+        async with gateway(pool("policy", worker.url), run="old", **ledger) as gate:
+            await ask(gate, "1")
+        before = about(tmp_path, "old")
+        async with gateway(pool("policy", worker.url), run="new", **ledger) as gate:
+            assert error_of(await of_run(gate, "old", "2")) == (503, "run_opening")
+            with pytest.raises(RunBusy):
+                runs._locked(tmp_path / "old")
+        reading.set()
+        while not runs._free(tmp_path / "old"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert about(tmp_path, "old") == before
+        assert not list((tmp_path / "old").glob("*.db"))
+
+
+async def test_runs_that_are_being_opened_count_too(tmp_path: Path, reading: threading.Event) -> None:
+    ledger: dict[str, Any] = {"ledger": {"path": str(tmp_path)}}
+    async with FakeWorker() as worker:
+        for run in ("a", "b"):
+            async with gateway(pool("policy", worker.url), run=run, **ledger) as gate:
+                await ask(gate, "1")
+        async with gateway(pool("policy", worker.url), run="new", limits={"runs": 2}, **ledger) as gate:
+            assert error_of(await of_run(gate, "a", "2")) == (503, "run_opening")
+            assert error_of(await of_run(gate, "b", "2")) == (503, "too_many_runs")
+            reading.set()
+            assert (await opened(gate, "a", "2")).headers["x-detgate-index"] == "1"
+            assert (await opened(gate, "b", "2")).headers["x-detgate-index"] == "1"

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from gateway.core import routing
-from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
+from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
 
 ONCE_UP = {"interval": 0.05, "timeout": 1.0, "successes": 1}
 """Health settings with which a replica that is back serves after one probe."""
@@ -199,6 +199,35 @@ async def test_who_waits_for_home_has_another_when_that_leaves_the_pool(change: 
             answer = await asked
             assert answer.headers["x-detgate-replica"] == "policy-1"
             assert answer.headers["x-detgate-guarantee"] == "strict"
+
+
+@pytest.mark.parametrize("left", [1, 2])
+@pytest.mark.parametrize("change", ["drain", "remove"])
+async def test_who_waits_in_a_lane_goes_elsewhere_when_its_replica_is_drained(change: str, left: int) -> None:
+    go = asyncio.Event()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        await go.wait()
+        reply.json({"data": [{"index": 0, "probs": [1.0]}]})
+
+    async with FakeWorker(script) as first, FakeWorker() as second:
+        pools = pool("policy", *[first.url, second.url][:left], role="reward")
+        async with gateway(pools, health=UNWATCHED) as gate:
+            lanes = gate.gateway.fleet.pools["policy"].lanes
+            inputs = [{"model": MODEL, "input": f"{number}"} for number in range(6)]
+            asked = [asyncio.create_task(gate.http.post("/classify", json=body)) for body in inputs]
+            await gate.until(lambda: 0 < lanes.waiting == find(gate, "policy-0").load - 1 and len(first.seen) == 1)
+            if change == "drain":
+                await gate.http.post("/admin/pools/policy/replicas/policy-0/drain")
+            else:
+                await gate.http.delete("/admin/pools/policy/replicas/policy-0")
+            # The one in the engine ends there, and nobody waits for it.
+            await gate.until(lambda: sum(each.done() for each in asked) == 5)
+            go.set()
+            answers = [await each for each in asked]
+            codes = sorted(answer.status_code for answer in answers)
+            assert codes == ([200] * 6 if left == 2 else [200] + [503] * 5)
+            assert len(first.seen) == 1
 
 
 async def test_who_waits_for_home_has_another_when_a_better_one_comes() -> None:

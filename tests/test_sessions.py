@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import openai
 import pytest
 
 from gateway import schemes
+from gateway.ledger import requests
 from gateway.ledger.reader import Segments
 from gateway.session import Wanted
 from gateway.sessions import Sessions
@@ -35,6 +37,23 @@ async def gate_of(**settings: Any) -> AsyncIterator[tuple[FakeWorker, Gate]]:
     """A gateway with one polite replica."""
     async with FakeWorker() as worker, gateway(pool("policy", worker.url), **settings) as gate:
         yield worker, gate
+
+
+async def test_exports_are_read_and_sorted_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    where: set[bool] = set()
+    sort = requests._sorted
+
+    def seen(keys: Any, rank: Any) -> Any:
+        where.add(threading.current_thread() is threading.main_thread())
+        return sort(keys, rank)
+
+    monkeypatch.setattr(requests, "_sorted", seen)
+    async with gate_of() as (_, gate):
+        await gate.http.post("/sessions/s" + CHAT, json=chat())
+        for path in (f"/admin/runs/{gate.gateway.run}/requests", "/sessions/s/requests"):
+            assert len((await gate.http.get(path)).text.splitlines()) == 1
+            assert where == {False}
+            where.clear()
 
 
 async def create(gate: Gate, identity: str = "17:3", key: str | None = None, **wanted: Any) -> dict[str, Any]:

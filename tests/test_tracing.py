@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter
@@ -205,6 +206,59 @@ def test_without_the_packages_the_start_says_what_to_install(monkeypatch: pytest
 def _unpacked(seen: Seen) -> bytes:
     assert seen.header("content-encoding") in (None, "identity")
     return seen.body
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        f'"temperature": 1{"0" * 400}',
+        f'"temperature": -1{"0" * 400}',
+        f'"top_p": 1{"0" * 400}',
+        f'"max_tokens": {2**63}, "top_k": {-(2**64)}',
+        '"temperature": Infinity',
+        '"temperature": NaN',
+    ],
+)
+async def test_numbers_that_no_span_can_carry_are_left_out(exporter: InMemorySpanExporter, fields: str) -> None:
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), tracing=ON) as gate:
+        body = f'{{"model": "test-model", "messages": [], "user": "u", {fields}}}'
+        answer = await gate.http.post(CHAT, content=body.encode())
+        assert answer.status_code == 200
+        [request], _ = finished(gate, exporter)
+        asked = {"gen_ai.request.model", "gen_ai.request.seed"}
+        assert {name for name in request.attributes or {} if name.startswith("gen_ai.request.")} == asked
+        encode_spans([request])
+        [(_, counted)] = gate.gateway.telemetry.requests.values.items()
+        assert counted == 1
+
+
+async def test_what_is_said_is_told_as_it_can_be_carried(exporter: InMemorySpanExporter) -> None:
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.json(completion() | {"usage": {"prompt_tokens": 2**63, "completion_tokens": 5}})
+
+    async with FakeWorker(script) as worker, gateway(pool("policy", worker.url), tracing=ON) as gate:
+        assert (await gate.http.post(CHAT, json=chat())).status_code == 200
+        [request], _ = finished(gate, exporter)
+        told = request.attributes or {}
+        assert (told.get("gen_ai.usage.input_tokens"), told["gen_ai.usage.output_tokens"]) == (None, 5)
+        encode_spans([request])
+    assert spans._carried(["a\ud800", 2**63, "ü", -(2**63) + 1]) == ["a?", None, "ü", -(2**63) + 1]
+
+
+async def test_a_span_that_cannot_be_told_harms_no_request(
+    exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(work: Any) -> dict[str, Any]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(spans, "_told", fails)
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), tracing=ON) as gate:
+        assert (await gate.http.post(CHAT, json=chat())).status_code == 200
+        [request], [sending] = finished(gate, exporter)
+        assert sending.parent is not None
+        assert request.context.span_id == sending.parent.span_id
+        [(_, counted)] = gate.gateway.telemetry.requests.values.items()
+        assert counted == 1
 
 
 def test_an_answer_without_usage_tells_none() -> None:

@@ -248,6 +248,49 @@ def test_what_cannot_be_served_ends_at_once_and_says_why_once(
         assert (status, text.count("cannot listen")) == (2, 1)
 
 
+class Spawns:
+    """Takes the place of `asyncio.create_subprocess_exec`: the system lets no process begin, but for some."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, let: int = 0) -> None:
+        self.asked = 0
+        self.let = let
+        self._real = asyncio.create_subprocess_exec
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", self)
+
+    async def __call__(self, *command: str, **given: Any) -> asyncio.subprocess.Process:
+        self.asked += 1
+        if self.asked > self.let:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return await self._real(*command, **given)
+
+
+def several(tmp_path: Path) -> Workers:
+    given = {"ledger": {"path": str(tmp_path)}, "port": 0, "state": "redis://127.0.0.1:1/0", "run": "r", "workers": 2}
+    settings = Settings.load(None, {}, {"pools": [pool("policy", "http://127.0.0.1:1")]} | given)
+    return Workers(settings, lambda: settings, resume=False, new_run=False)
+
+
+async def test_where_no_worker_can_begin_the_start_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spawns = Spawns(monkeypatch)
+    assert await asyncio.wait_for(several(tmp_path).run(), 10) == 1
+    assert spawns.asked == 1
+
+
+async def test_a_worker_that_cannot_begin_later_is_tried_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.workers.SHORTEST_PAUSE", 0.01)
+    spawns = Spawns(monkeypatch)
+    workers = several(tmp_path)
+    workers._up.set()
+    running = asyncio.create_task(workers.run())
+    while spawns.asked < 6:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert not running.done()
+    workers._stop(None)
+    assert await asyncio.wait_for(running, 10) == 0
+
+
 async def test_what_a_worker_has_shown_counts_on_when_it_dies_right_after() -> None:
     settings = Settings.load(None, {}, {"pools": [pool("policy", "http://127.0.0.1:1")]})
     workers = Workers(settings, lambda: settings, resume=False, new_run=False)

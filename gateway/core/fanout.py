@@ -24,11 +24,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.core.document import Document, Edit, Remove, Set
-from gateway.core.errors import CallerFault
+from gateway.core.errors import CallerFault, TooLarge
 from gateway.core.types import Call, Handling, Path
 
 LIMIT = 4096
 """Calls that one request may become unless told otherwise."""
+
+LARGEST = 268_435_456
+"""Bytes of all their bodies together: a long prompt goes to the engine once for each sample."""
 
 _WRAPPED = frozenset({"conversations", "scores", "rerank", "ranking"})
 """Rules whose children hold a list of one."""
@@ -114,7 +117,7 @@ def calls(
     of a scoring request gets a call of its own.
 
     Raises `CallerFault` where the lists of a request cannot be shared out, or there would be more calls than
-    `limit`.
+    `limit`, or more bytes than `LARGEST`.
     """
     unparted = handling.kind == "score" and (not split_inputs or _misranked(handling, document))
     if unparted or _plain(handling, document):
@@ -126,6 +129,11 @@ def calls(
         lists, n = _Lists(1), 1
     _bound(lists.prompts * n, limit)
     return _children(handling, document, lists, n, seeds)
+
+
+def shares_out(handling: Handling, field: str) -> bool:
+    """Whether a field may be a list with one value a prompt."""
+    return field in _COMPANIONS.get(handling.merge or "", ())
 
 
 def sent_seeds(handling: Handling, document: Document) -> list[bytes | None]:
@@ -171,6 +179,14 @@ def _bound(count: int, limit: int) -> None:
         raise CallerFault(
             f"The request asks for {count} samples; one request gets at most {limit}. Send several requests.",
             code="too_many_samples",
+        )
+
+
+def _bound_bytes(size: int) -> None:
+    if size > LARGEST:
+        raise TooLarge(
+            f"Taken apart the request is {size} bytes, since each part holds what they share; one request gets at "
+            f"most {LARGEST}. Ask for less at once, and send several requests."
         )
 
 
@@ -252,6 +268,7 @@ def _paired(document: Document) -> _Lists:
 def _children(handling: Handling, document: Document, lists: _Lists, n: int, seeds: Sequence[int]) -> list[Call]:
     shares = _shares(handling, document, lists)
     base = _stripped(document, shares)
+    _bound_bytes(n * (lists.prompts * len(base.raw) + sum(len(part) for parts in shares.values() for part in parts)))
     params = shares.pop("sampling_params", None)
     found = []
     for prompt in range(lists.prompts):

@@ -52,6 +52,7 @@ def read_wish(handling: Handling, document: Document, *, split: bool = False) ->
     """
     if handling.kind == "sample" and handling.plain(document.value):
         return Wish(calls=(Call(0, 0, None, document, ()),))
+    _check_params(handling, document.value)
     if handling.kind != "sample":
         return Wish(calls=tuple(fanout.calls(handling, document, (), split_inputs=split)))
     samples = fanout.samples(handling, document)
@@ -140,6 +141,18 @@ def _seed_paths(handling: Handling, document: Document) -> list[Path]:
     value = document.value
     paths = (handling.seed, *handling.strays) if handling.seed else handling.strays
     return [path for path in paths if path[0] in value and _present(value, path)]
+
+
+def _check_params(handling: Handling, value: dict[str, Any]) -> None:
+    """Raise `CallerFault` where the seed goes into a field that can hold none."""
+    if handling.seed is None or len(handling.seed) == 1:
+        return
+    name = handling.seed[0]
+    params = value.get(name)
+    if not (
+        params is None or isinstance(params, dict) or (isinstance(params, list) and fanout.shares_out(handling, name))
+    ):
+        raise CallerFault(f"{name} must be an object.", param=name)
 
 
 def _present(value: Any, path: Path) -> bool:

@@ -316,7 +316,9 @@ class Limits(Section):
     body_bytes: Count = Field(67108864, description="Longest request body, in bytes.")
     head_bytes: Count = Field(65536, description="Longest request head, in bytes.")
     held_bytes: Count = Field(
-        1073741824, description="Bytes of request bodies that are held at once, of all requests; past it 503."
+        1073741824,
+        description="Bytes of request bodies that are held at once, of all requests, and as many again of"
+        " those taken apart; past it 503.",
     )
     connections: Count = Field(16384, description="Connections of clients that are open at once; past it 503.")
     queue: Count = Field(4096, description="Requests that may wait in one lane; past it 503.")
@@ -327,7 +329,11 @@ class Limits(Section):
         description="Counters in memory that remember one request each, or fewer that remember more (nine more count as"
         " another counter); those unused for longest go to a file in the run's folder.",
     )
-    runs: Count = Field(64, description="Runs that requests may name and one process has open.")
+    runs: Count = Field(
+        64,
+        description="Runs that one process has open; past it the longest idle one is closed, or, where none is idle or"
+        " with redis, 503.",
+    )
     readings: Count = Field(2, description="Ledgers that are read at once for pages of `/ui`; past it 503.")
     attempts: Count = Field(3, description="Sendings of one request, the first included.")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.core import fanout
 from gateway.core.document import Document, Set
-from gateway.core.errors import CallerFault
+from gateway.core.errors import CallerFault, TooLarge
 from gateway.core.types import Call, Handling
 from gateway.engines import load
 
@@ -357,3 +357,28 @@ def test_a_child_costs_its_own_length() -> None:
     for call in fanout.calls(VLLM[COMPLETIONS], Document(body), SEEDS):
         assert len(call.document.raw) < 200
         assert len(sent(call)) < 700
+
+
+@pytest.mark.parametrize(
+    ("handling", "body", "shared", "own"),
+    [
+        (SGLANG[CHAT], '{"messages":"abc","n":5}', 5 * '{"messages":"abc","n":5}', ""),
+        (SGLANG[GENERATE], '{"text":["aa","b"]}', 2 * '{"text":null}', '"aa""b"'),
+        (
+            SGLANG[GENERATE],
+            '{"text":"a","sampling_params":[{"n":2}]}',
+            2 * '{"text":"a","sampling_params":null}',
+            2 * '{"n":2}',
+        ),
+        (VLLM["/score"], '{"text_1":"c","text_2":["a","b"]}', 2 * '{"text_1":"c","text_2":null}', '"a""b"'),
+    ],
+)
+def test_no_request_becomes_more_bytes_than_the_bound(
+    monkeypatch: pytest.MonkeyPatch, handling: Handling, body: str, shared: str, own: str
+) -> None:
+    size = len(shared + own)
+    monkeypatch.setattr(fanout, "LARGEST", size)
+    assert fanout.calls(handling, Document(body.encode()), SEEDS, split_inputs=True)
+    monkeypatch.setattr(fanout, "LARGEST", size - 1)
+    with pytest.raises(TooLarge, match=f"is {size} bytes"):
+        fanout.calls(handling, Document(body.encode()), SEEDS, split_inputs=True)

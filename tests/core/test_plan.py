@@ -69,6 +69,21 @@ def test_a_malformed_seed_is_refused_with_its_field(seed: Any, name: str) -> Non
     assert (caught.value.code, caught.value.param) == ("invalid_seed", name)
 
 
+@pytest.mark.parametrize("params", [True, "x", 1, [], [1], [None]])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_params_that_can_hold_no_seed_are_refused(engine: str, params: Any) -> None:
+    route = {"vllm": "/inference/v1/generate", "sglang": "/generate"}[engine]
+    with pytest.raises(CallerFault) as caught:
+        plan.read_wish(engines.load(engine).ROUTES[route], document(text="a", sampling_params=params))
+    assert caught.value.param == "sampling_params"
+
+
+@pytest.mark.parametrize("params", [None, {}])
+def test_params_that_are_not_there_get_one(params: Any) -> None:
+    body = document(text="a", sampling_params=params)
+    assert sent(GENERATE, body)[0]["sampling_params"] == {"sampling_seed": made(GENERATE, body).seed}
+
+
 def test_two_seeds_that_differ_are_refused() -> None:
     with pytest.raises(CallerFault, match="different seeds"):
         made(CHAT["vllm"], document(seed=1, sampling_seed=2))
