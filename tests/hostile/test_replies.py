@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -209,3 +211,39 @@ async def test_a_failure_that_cannot_be_logged_is_answered(
         monkeypatch.setattr("gateway.pipeline.identity.named", fails)
         got = await gate.http.post(CHAT.path, json=CHAT.body(), timeout=5)
         assert got.status_code == 500
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_stream_that_breaks_does_not_look_whole_to_http_1_0(whole: bool) -> None:
+    """Its end is the connection's: a broken one ends by a reset, which a proxy takes for what it is."""
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        reply.chunk(CHAT.events[0])
+        if whole:
+            for event in CHAT.events[1:]:
+                reply.chunk(event)
+            reply.end()
+        else:
+            reply.close()
+
+    loop = asyncio.get_running_loop()
+    body = json.dumps(CHAT.body(stream=True)).encode()
+    async with FakeWorker(script) as worker, gateway(CHAT.pool(worker.url)) as gate:
+        with socket.socket() as sock:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, ("127.0.0.1", gate.port))
+            head = b"POST %b HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % (CHAT.path.encode(), len(body))
+            await loop.sock_sendall(sock, head + body)
+            got, ended = b"", "cleanly"
+            try:
+                while data := await loop.sock_recv(sock, 65536):
+                    got += data
+            except ConnectionResetError:
+                ended = "by a reset"
+    assert ended == ("cleanly" if whole else "by a reset")
+    sent = got.partition(b"\r\n\r\n")[2].removeprefix(CHAT.events[0])
+    if whole:
+        assert sent == b"".join(CHAT.events[1:])
+    else:
+        assert b'"error"' in sent
