@@ -98,11 +98,11 @@ class Pipeline:
         self._serving += 1
         self._intake.bytes += len(request.body)
         work = Work(asyncio.get_running_loop().time(), request)
-        if self._tracing is not None:
-            work.trace = self._tracing.begin(request)
-        if self._bodies:
-            client = work.heard = Heard(client, self._bodies)
         try:
+            if self._tracing is not None:
+                work.trace = self._tracing.begin(request)
+            if self._bodies:
+                client = work.heard = Heard(client, self._bodies)
             location = self._located.get(request.path) or identity.locate(request.path)
             work.api = API_OF.get(location.route, "openai")
             if self.draining:
@@ -132,9 +132,11 @@ class Pipeline:
                 )
             raise
         except Exception:
-            log.exception("request failed", path=request.path, **work.told())
             self._refuse(work, client, Fault("The gateway failed; its log says why."))
+            log.exception("request failed", path=request.path, **work.told())
         finally:
+            if not client.response_complete:
+                client.break_off()
             try:
                 await self._record.closed(work, started=client.started)
             finally:
@@ -292,13 +294,16 @@ class Pipeline:
         self._telemetry.refusals.add(fault.code)
         if client.response_complete:
             return
-        if client.started:
-            break_stream(client, work.answer, fault, work.api)
-            return
-        headers = fields.lines(shapes.error_headers(fault))
-        if work.asked is not None:
-            headers += self._statement.of_decision(work, work.asked)
-        client.reply(fault.status, headers, shapes.error_body(fault, work.api))
+        try:
+            if client.started:
+                break_stream(client, work.answer, fault, work.api)
+                return
+            headers = fields.lines(shapes.error_headers(fault))
+            if work.asked is not None:
+                headers += self._statement.of_decision(work, work.asked)
+            client.reply(fault.status, headers, shapes.error_body(fault, work.api))
+        except Exception:  # then nobody is told, but none waits: see `serve`
+            log.exception("a request could not be refused", path=work.request.path, **work.told())
 
 
 def _priority(asked: Asked) -> int:

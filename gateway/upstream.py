@@ -29,13 +29,13 @@ from gateway.core.types import Headers
 from gateway.settings import ReplicaTls
 
 HEAD_BYTES = 65536
-"""Bound of a replica's response head, in bytes of names and values."""
+"""Bound of a replica's response head, in bytes of names and values; and of its trailers."""
 
 PART_SECONDS = 1.0
 """How long a replica may take to close a connection that was closed for it."""
 
-_ANY_HEADER = 32
-"""Makes zlib take its own header or gzip's."""
+_ANY_HEADER, _GZIP_HEADER = 32, 16
+"""Make zlib take its own header or gzip's; only gzip's."""
 
 _SYSTEM = ReplicaTls()
 
@@ -249,7 +249,7 @@ class Connection(asyncio.Protocol):
         self._headers: Headers = []
         self._head_bytes = 0
         self._body: list[bytes] = []
-        self._inflater: zlib._Decompress | None = None
+        self._inflater: _Inflater | None = None
         self._ended = False
         self._until_close = False
         self._reusable = False
@@ -290,7 +290,7 @@ class Connection(asyncio.Protocol):
             self._break("the replica answered with a protocol switch")
         except httptools.HttpParserError as error:
             if not self._ended:
-                self._break(f"the replica's answer is not valid HTTP: {error}")
+                self._break(f"the replica's answer is not valid HTTP: {error.__context__ or error}")
                 return
             self._reusable = False
         self._hand_over()
@@ -334,33 +334,41 @@ class Connection(asyncio.Protocol):
         exchange = self.exchange
         if exchange is None:
             return
-        if exc is None and exchange.status and self._until_close:
+        whole = self._inflater is None or self._inflater.whole
+        if exc is None and exchange.status and self._until_close and whole:
             self._ended = True
             self._hand_over()
             return
         reason = f"connection lost: {exc}" if exc else "the replica closed the connection"
         self._break(reason, stale=exchange.reused and not exchange.status)
 
-    # --- callbacks of the parser
+    # --- callbacks of the parser: what they keep is of one message
     def on_message_begin(self) -> None:
         if self._ended:
             raise ValueError("more than one answer")
+        self._headers = []
+        self._head_bytes = 0
+        self._inflater = None
+        self._until_close = self._reusable = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > HEAD_BYTES:
-            raise ValueError("response head too large")
-        self._headers.append((name.lower(), value))
+            raise ValueError("its head or its trailers are too large")
+        if self.exchange is not None and not self.exchange.status:  # else a trailer, which nobody asked for
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        headers, self._headers, self._head_bytes = self._headers, [], 0
+        headers, self._head_bytes = self._headers, 0
+        if not 100 <= status <= 599:
+            raise ValueError(f"{status} is no status")
         if status < 200 or self.exchange is None:
             return
         names = dict(headers)
-        self._until_close = not (b"content-length" in names or b"transfer-encoding" in names or status in (204, 304))
-        self._reusable = self._parser.should_keep_alive() and not self._until_close
-        self._inflater = None
+        if (coded := b"transfer-encoding" in names) and not _only_chunked(headers):
+            raise ValueError("it has another transfer coding than chunked")
+        self._until_close = not (coded or b"content-length" in names or status in fields.BODILESS)
         if b"content-encoding" in names:
             headers = self._decoding(headers)
         self.exchange.headers = headers
@@ -371,17 +379,50 @@ class Connection(asyncio.Protocol):
         self._body.append(data if self._inflater is None else self._inflater.decompress(data))
 
     def on_message_complete(self) -> None:
-        if self._inflater is not None and not self._inflater.eof:
+        if self._inflater is not None and not self._inflater.whole:
             raise ValueError("the compressed body is cut short")
         if self.exchange is not None and self.exchange.status:
             self._ended = True
+            self._reusable = self._parser.should_keep_alive()  # asked here, it heeds what trailers did to the parser
 
     def _decoding(self, headers: Headers) -> Headers:
         """A compressed answer, although none was asked for, is unpacked here: it is read on its way."""
-        if fields.find(headers, b"content-encoding") not in (b"gzip", b"x-gzip", b"deflate"):
+        codings = [value.lower() for name, value in headers if name == b"content-encoding"]
+        if codings not in ([b"gzip"], [b"x-gzip"], [b"deflate"]):
             return headers
-        self._inflater = zlib.decompressobj(zlib.MAX_WBITS | _ANY_HEADER)
+        self._inflater = _Inflater(several=codings != [b"deflate"])
         return [field for field in headers if field[0] != b"content-encoding"]
+
+
+def _only_chunked(headers: Headers) -> bool:
+    return [value.lower() for name, value in headers if name == b"transfer-encoding"] == [b"chunked"]
+
+
+class _Inflater:
+    """Unpacks a compressed body, which may be empty. `several`: it may have members, as gzip's (RFC 1952, 2.2)."""
+
+    def __init__(self, *, several: bool) -> None:
+        self._several = several
+        self._begun = False
+        self._member = zlib.decompressobj(zlib.MAX_WBITS | _ANY_HEADER)
+
+    @property
+    def whole(self) -> bool:
+        """Nothing is missing of what has begun."""
+        return self._member.eof or not self._begun
+
+    def decompress(self, data: bytes) -> bytes:
+        """What the next bytes hold. Raises `zlib.error` or `ValueError` for what is not compressed so."""
+        self._begun = True
+        pieces = []
+        while data:
+            if self._member.eof:
+                if not self._several:
+                    raise ValueError("bytes follow its compressed body")
+                self._member = zlib.decompressobj(zlib.MAX_WBITS | _GZIP_HEADER)
+            pieces.append(self._member.decompress(data))
+            data = self._member.unused_data
+        return b"".join(pieces)
 
 
 def absent(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import io
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -231,6 +232,178 @@ async def test_an_endless_head_is_refused() -> None:
 
     got = await ask(Own, scripted(answer))
     assert got.broke == "send"
+
+
+def raw(*lines: str, body: bytes = b"", close: bool = False) -> Callable[[Reply], None]:
+    """An answer of these head lines and bytes."""
+
+    def answer(reply: Reply) -> None:
+        reply.writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+        if close:
+            reply.close()
+
+    return answer
+
+
+PLAIN = raw("HTTP/1.1 200 OK", "content-length: 5", body=b"plain")
+
+
+async def after(*answers: Callable[[Reply], None]) -> tuple[list[Got], int]:
+    """What requests one after the other get of such answers, and by how many connections."""
+    coming = iter(answers)
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        next(coming)(reply)
+
+    async with FakeWorker(script) as worker:
+        sender = Own(worker.url)
+        try:
+            return [await sender.send("/x", b"{}") for _ in answers], worker.connections
+        finally:
+            await sender.close()
+
+
+def chunked(*lines: str, trailers: bytes = b"") -> Callable[[Reply], None]:
+    return raw("HTTP/1.1 200 OK", "transfer-encoding: chunked", *lines, body=b"3\r\none\r\n0\r\n" + trailers + b"\r\n")
+
+
+@pytest.mark.parametrize(
+    ("trailers", "connections"),
+    [
+        (b"x-secret: of another client\r\nset-cookie: a=1\r\n", 1),
+        (b"content-encoding: gzip\r\n", 1),
+        (b"content-type: text/event-stream\r\n", 1),
+        (b"connection: close\r\n", 2),
+        (b"transfer-encoding: gzip\r\n", 2),
+        (b"upgrade: h2c\r\nconnection: upgrade\r\n", 1),
+    ],
+)
+async def test_trailers_reach_nobody(trailers: bytes, connections: int) -> None:
+    """Neither the client whose answer they end, nor the next on that connection."""
+    (first, second), used = await after(chunked(trailers=trailers), PLAIN)
+    assert (first.body, first.broke) == (b"one", None)
+    assert first.headers == [("transfer-encoding", "chunked")]
+    assert (second.body, second.broke) == (b"plain", None)
+    assert second.headers == [("content-length", "5")]
+    assert used == connections
+
+
+async def test_trailers_are_bounded() -> None:
+    (got,), _ = await after(chunked(trailers=b"x-filler: y\r\n" * 20000))
+    assert got.broke == "body"
+
+
+async def test_trailers_of_many_answers_do_not_add_up() -> None:
+    got, used = await after(*[chunked(trailers=b"x-filler: %b\r\n" % (b"y" * 40000))] * 3, PLAIN)
+    assert [each.broke for each in got] == [None] * 4
+    assert used == 1
+
+
+def packed(*lines: str, body: bytes, status: str = "200 OK") -> Callable[[Reply], None]:
+    return raw(f"HTTP/1.1 {status}", f"content-length: {len(body)}", *lines, body=body)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        packed("content-encoding: gzip", body=gzip.compress(b"text")),
+        packed("content-encoding: gzip", body=b""),
+        raw("HTTP/1.1 103 Early Hints", "content-encoding: gzip", "", "HTTP/1.1 204 No Content"),
+        raw("HTTP/1.1 103 Early Hints", "content-length: 9", "", "HTTP/1.1 200 OK", "content-length: 0"),
+        raw("HTTP/1.1 304 Not Modified", "content-length: 9"),
+    ],
+)
+async def test_nothing_of_an_answer_is_left_for_the_next(first: Callable[[Reply], None]) -> None:
+    (before, got), used = await after(
+        first, raw("HTTP/1.1 103 Early Hints", "", "HTTP/1.1 200 OK", "content-length: 5", body=b"plain")
+    )
+    assert before.broke is None
+    assert (got.status, got.headers, got.body, got.broke) == (200, [("content-length", "5")], b"plain", None)
+    assert used == 1
+
+
+@pytest.mark.parametrize("status", ["000", "099", "600", "999"])
+async def test_a_status_that_is_none_breaks_the_answer(status: str) -> None:
+    (got,), _ = await after(packed(status=f"{status} Odd", body=b"{}"))
+    assert (got.status, got.broke) == (0, "send")
+
+
+@pytest.mark.parametrize("coding", ["gzip, chunked", "chunked, chunked", "gzip", "identity", "xchunked"])
+async def test_transfer_codings_but_chunked_break_the_answer(coding: str) -> None:
+    (got,), _ = await after(
+        raw("HTTP/1.1 200 OK", f"transfer-encoding: {coding}", body=b"3\r\none\r\n0\r\n\r\n", close=True)
+    )
+    assert (got.status, got.broke) == (0, "send")
+
+
+async def test_a_transfer_coding_in_two_lines_breaks_the_answer() -> None:
+    (got,), _ = await after(chunked("transfer-encoding: chunked"))
+    assert (got.status, got.broke) == (0, "send")
+
+
+@pytest.mark.parametrize("coding", ["gzip", "X-GZIP"])
+@pytest.mark.parametrize("pieces", [1, 2, 7, 1000])
+async def test_all_members_of_a_gzip_body_are_unpacked(coding: str, pieces: int) -> None:
+    """However they come."""
+    body = b"".join(gzip.compress(text) for text in (b"one", b"", b"two" * 1000, b"three"))
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.head(200, ("content-encoding", coding))
+        step = len(body) // pieces + 1
+        for at in range(0, len(body), step):
+            reply.chunk(body[at : at + step])
+            await reply.writer.drain()
+        reply.end()
+
+    got = await ask(Own, script)
+    assert (got.body, got.broke) == (b"one" + b"two" * 1000 + b"three", None)
+    assert "content-encoding" not in dict(got.headers)
+
+
+@pytest.mark.parametrize("close", [False, True])
+@pytest.mark.parametrize(
+    ("coding", "body"),
+    [
+        ("gzip", gzip.compress(b"one") + b"\0\0"),
+        ("gzip", gzip.compress(b"one") + b"plain"),
+        ("gzip", gzip.compress(b"one") + zlib.compress(b"two")),
+        ("gzip", gzip.compress(b"one") + gzip.compress(b"two")[:-3]),
+        ("gzip", gzip.compress(b"one")[:-3]),
+        ("gzip", gzip.compress(b"one")[:4]),
+        ("deflate", zlib.compress(b"one") + zlib.compress(b"two")),
+        ("deflate", zlib.compress(b"one")[:-1]),
+    ],
+    ids=["zeros", "plain", "another coding", "a cut member", "cut", "cut head", "deflated twice", "deflated, cut"],
+)
+async def test_what_does_not_unpack_whole_is_broken(coding: str, body: bytes, close: bool) -> None:
+    """Whether the body has a length or ends with its connection."""
+    lines = ("HTTP/1.1 200 OK", f"content-encoding: {coding}")
+    answer = raw(*lines, body=body, close=True) if close else packed(lines[1], body=body)
+    (got,), _ = await after(answer)
+    assert (got.status, got.broke) == (200, "body")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        raw("HTTP/1.1 204 No Content", "content-encoding: gzip"),
+        raw("HTTP/1.1 304 Not Modified", "content-encoding: gzip"),
+        packed("content-encoding: gzip", body=b""),
+        packed("content-encoding: deflate", body=b"", status="400 Bad"),
+        raw("HTTP/1.1 200 OK", "transfer-encoding: chunked", "content-encoding: gzip", body=b"0\r\n\r\n"),
+        raw("HTTP/1.1 200 OK", "content-encoding: gzip", close=True),
+    ],
+)
+async def test_no_body_needs_no_unpacking(answer: Callable[[Reply], None]) -> None:
+    (got,), _ = await after(answer)
+    assert (got.body, got.broke) == (b"", None)
+
+
+async def test_a_coding_of_several_passes_as_it_is() -> None:
+    twice = gzip.compress(gzip.compress(b"text"))
+    (got,), _ = await after(packed("content-encoding: gzip", "content-encoding: gzip", body=twice))
+    assert got.body == twice
+    assert [value for name, value in got.headers if name == "content-encoding"] == ["gzip", "gzip"]
 
 
 async def test_pausing_holds_the_replica_back_and_resuming_lets_it_go_on() -> None:

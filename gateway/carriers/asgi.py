@@ -46,9 +46,9 @@ class Client:
         self._clean = True
 
     def reply(self, status: int, headers: bytes, body: bytes) -> None:
-        self._head = None
-        self.start(status, headers, len(body))
-        self.write(body)
+        bodiless = status in fields.BODILESS
+        self.start(status, headers, None if bodiless else len(body))
+        self.write(b"" if bodiless else body)
         self.end()
 
     def start(self, status: int, headers: bytes, length: int | None = None) -> None:
@@ -157,12 +157,12 @@ class DataPlane:
         leaving = start(_left(receive), "client")
         try:
             await asyncio.wait((pumping, leaving), return_when=asyncio.FIRST_COMPLETED)
+            client.disconnected = not pumping.done() or pumping.exception() is not None
             if pumping.done():
+                clean = pumping.result()
                 await serving
-                if not pumping.result():
+                if not clean:
                     raise Broken
-            else:
-                client.disconnected = True
         finally:
             await stop(serving, pumping, leaving)
 

@@ -7,6 +7,11 @@ leaves all others to the ASGI application. It adds what uvicorn has not: bounds 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import socket
+import struct
+import sys
+import termios
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -34,8 +39,8 @@ BODY_RATE = 16384
 SMALL = 4096
 """Bytes of a body's piece below which it is joined to the one before, so that crumbs cost no more than a loaf."""
 
-BODILESS = (204, 304)
-"""Statuses whose answers have no body, and no word of one."""
+LINGERS, RESETS = struct.pack("ii", 0, 0), struct.pack("ii", 1, 0)
+"""SO_LINGER: a closed socket sends what it holds and its end; it drops that and resets."""
 
 IDLE, HEAD, BODY, ENDING = range(4)
 
@@ -81,7 +86,7 @@ class Client:
     """One request's way back to its client. uvicorn knows it as the connection's `cycle`."""
 
     __slots__ = (
-        "_chunked", "_head", "_protocol", "body", "disconnected", "expect", "held", "keep_alive", "length",
+        "_bare", "_chunked", "_head", "_protocol", "body", "disconnected", "expect", "held", "keep_alive", "length",
         "message_event", "more_body", "on_pause", "on_resume", "refusal", "request",
         "response_complete", "started", "task",
     )  # fmt: skip
@@ -90,6 +95,8 @@ class Client:
         self._protocol = protocol
         self._head: bytes | None = None
         self._chunked = False
+        self._bare = False
+        """The body ends with the connection: HTTP/1.0."""
         self.request = request
         self.keep_alive = keep_alive
         self.expect = expect
@@ -128,21 +135,21 @@ class Client:
         self._head = None
         if self.disconnected:
             return
-        self.started = True
         protocol = self._protocol
-        framing = b"" if status in BODILESS else b"content-length: %d\r\n" % len(body)
-        if self.request.method == "HEAD" or status in BODILESS:
+        framing = b"" if status in fields.BODILESS else b"content-length: %d\r\n" % len(body)
+        if self.request.method == "HEAD" or status in fields.BODILESS:
             body = b""
-        protocol.transport.write(
-            b"%b%b%b%b%b\r\n%b"
-            % (STATUS_LINE[status], protocol.own_lines(), headers, self._connection(), framing, body)
-        )
+        data = b"%b%b%b%b%b\r\n%b" % (
+            STATUS_LINE[status], protocol.own_lines(), headers, self._connection(), framing, body,
+        )  # fmt: skip
+        self.started = True
+        protocol.transport.write(data)
         self._finish()
 
     def start(self, status: int, headers: bytes, length: int | None = None) -> None:
         """Status and headers of a streamed answer; they leave with its first bytes. `length`: of the body, if known."""
         protocol = self._protocol
-        if status in BODILESS:
+        if status in fields.BODILESS:
             framing = b""
         elif length is not None:
             framing = b"content-length: %d\r\n" % length
@@ -151,6 +158,7 @@ class Client:
             framing = b"transfer-encoding: chunked\r\n"
         else:
             self.keep_alive = False
+            self._bare = True
             framing = b""
         own = protocol.own_lines()
         self._head = b"%b%b%b%b%b\r\n" % (STATUS_LINE[status], own, headers, self._connection(), framing)
@@ -164,6 +172,8 @@ class Client:
         if self._head is not None:
             data, self._head = self._head + data, None
             self.started = True
+            if self._bare:
+                self._protocol.on_close(RESETS)
         self._protocol.transport.write(data)
 
     def end(self) -> None:
@@ -174,6 +184,8 @@ class Client:
         if self._head is not None:
             last, self._head = self._head + last, None
             self.started = True
+        if self._bare:
+            self._protocol.on_close(LINGERS)
         if last:
             self._protocol.transport.write(last)
         self._finish()
@@ -238,6 +250,7 @@ class Carrier(HttpToolsProtocol):
         self._deaf = False
         self._paused_since: float | None = None
         self._unsent = 0
+        """Bytes that the client had not taken at the last look; 0 where none was yet."""
         self._writers: list[asyncio.Future[None]] = []
 
     def connection_made(self, transport: Any) -> None:
@@ -506,11 +519,13 @@ class Carrier(HttpToolsProtocol):
         """End the connection if its client is too slow: to send a head or a body, to take an answer, to come back."""
         plane, waited = self.plane, now - self._since
         if self._paused_since is not None:
-            unsent = self.transport.get_write_buffer_size()
+            unsent = self._not_taken()
             if unsent < self._unsent:
-                self._paused_since, self._unsent = now, unsent
-            elif now - self._paused_since > plane.write_seconds:
+                self._paused_since = now
+            elif self._unsent and now - self._paused_since > plane.write_seconds:
+                self.on_close(RESETS)
                 self.transport.abort()
+            self._unsent = unsent
         elif self._phase == ENDING:
             if waited > LINGER_SECONDS:
                 self.transport.abort()
@@ -547,7 +562,7 @@ class Carrier(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._paused_since, self._unsent = self.loop.time(), self.transport.get_write_buffer_size()
+        self._paused_since, self._unsent = self.loop.time(), 0
         if self.active is not None and self.active.on_pause is not None:
             self.active.on_pause()
 
@@ -564,6 +579,22 @@ class Carrier(HttpToolsProtocol):
             writer = self.loop.create_future()
             self._writers.append(writer)
             await writer
+
+    def on_close(self, linger: bytes) -> None:
+        """Say how the connection ends, whoever closes it: `LINGERS` or `RESETS`."""
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None:
+            with suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+    def _not_taken(self) -> int:
+        """Bytes that the client has not taken yet: the kernel holds megabytes before it takes more from here."""
+        held = b"\0\0\0\0"
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None:
+            with suppress(OSError):
+                held = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, held)
+        return self.transport.get_write_buffer_size() + int.from_bytes(held, sys.byteorder)
 
     def _wake_writers(self) -> None:
         writers, self._writers = self._writers, []

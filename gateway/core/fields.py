@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from gateway.core.types import Headers
 
+BODILESS = (204, 304)
+"""Statuses whose answers have no body, and no word of one."""
+
 HOP_BY_HOP = frozenset(
     (
         b"connection",

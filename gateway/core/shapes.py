@@ -6,6 +6,7 @@ The one place where an error becomes JSON, for the gateway's own faults and for 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -43,12 +44,18 @@ _OPENAI_TYPES: Mapping[int, str] = {
 _LONGEST = 4096
 """Characters kept of a body that is no JSON, such as a proxy's page."""
 
+_DEEPEST = 100
+"""Levels kept of what an engine says."""
+
+_UNSAFE = re.compile("[^ -~]")
+"""What a header's value must not hold."""
+
 
 def error_body(fault: Fault, api: Api) -> bytes:
     """The body of an answer that is a fault."""
     if api == "anthropic":
-        return orjson.dumps(_anthropic(fault.status, fault.message))
-    return orjson.dumps({"error": _openai(fault)})
+        return _dumps(_anthropic(fault.status, fault.message))
+    return _dumps({"error": _openai(fault)})
 
 
 def error_headers(fault: Fault) -> Headers:
@@ -57,7 +64,7 @@ def error_headers(fault: Fault) -> Headers:
     if fault.retry_after is not None:
         headers.append((b"retry-after", b"%d" % fault.retry_after))
     if isinstance(fault, WrongMethod):
-        headers.append((b"allow", fault.allow.encode()))
+        headers.append((b"allow", _UNSAFE.sub("?", fault.allow).encode()))
     if fault.retry is False:
         headers.append((b"x-should-retry", b"false"))
     return headers
@@ -78,7 +85,7 @@ def stream_error(fault: Fault, api: Api, sequence: int = 0) -> bytes:
             "message": fault.message,
             "param": fault.param,
         }
-        return b"event: error\ndata: %b\n\n" % orjson.dumps(event)
+        return b"event: error\ndata: %b\n\n" % _dumps(event)
     return b"data: %b\n\n" % error_body(fault, api)
 
 
@@ -94,13 +101,13 @@ def normalised(status: int, body: bytes, api: Api) -> bytes | None:
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         if api != "anthropic" or (found.get("type") == "error" and isinstance(error.get("type"), str)):
             return None
-        return orjson.dumps(_anthropic(status, error["message"]))
+        return _dumps(_anthropic(status, error["message"]))
     message = _message(found) or f"The replica answered {_phrase(status)} and gave no reason."
     if api == "anthropic":
-        return orjson.dumps(_anthropic(status, message))
+        return _dumps(_anthropic(status, message))
     flat = found if isinstance(found, dict) else {}
     kind = flat.get("type")
-    return orjson.dumps(
+    return _dumps(
         {
             "error": {
                 "message": message,
@@ -110,6 +117,25 @@ def normalised(status: int, body: bytes, api: Api) -> bytes | None:
             }
         }
     )
+
+
+def _dumps(found: object) -> bytes:
+    """As JSON, though what a replica or a client said may not fit into it."""
+    try:
+        return orjson.dumps(found)
+    except orjson.JSONEncodeError:
+        return orjson.dumps(_sound(found, _DEEPEST))
+
+
+def _sound(found: Any, levels: int) -> Any:
+    """The same without lone surrogates, and no deeper than that."""
+    if isinstance(found, str):
+        return found.encode(errors="replace").decode()
+    if isinstance(found, dict | list) and not levels:
+        return "..."
+    if isinstance(found, dict):
+        return {name: _sound(value, levels - 1) for name, value in found.items()}
+    return [_sound(each, levels - 1) for each in found] if isinstance(found, list) else found
 
 
 def _openai(fault: Fault) -> dict[str, Any]:
@@ -155,4 +181,4 @@ def _message(found: Any) -> str:
 def _text(found: Any) -> str:
     if isinstance(found, str):
         return found
-    return "" if found is None else orjson.dumps(found).decode()
+    return "" if found is None else _dumps(found).decode()

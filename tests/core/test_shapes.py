@@ -14,6 +14,7 @@ from gateway.core.errors import (
     TooLarge,
     Unauthorized,
     UpstreamTimeout,
+    WrongMethod,
 )
 from gateway.core.observer import Observer
 from gateway.core.shapes import error_body, error_headers, normalised, stream_error
@@ -51,6 +52,29 @@ def test_openai_object(api: Api) -> None:
 def test_anthropic_object_has_its_own_types(fault: Fault, kind: str) -> None:
     body = json.loads(error_body(fault, "anthropic"))
     assert body == {"type": "error", "error": {"type": kind, "message": fault.message}}
+
+
+@pytest.mark.parametrize("api", ["openai", "anthropic", "responses", "native"])
+def test_a_fault_may_tell_what_no_json_can_hold(api: Api) -> None:
+    fault = CallerFault("Served: \ud800é.", code="\udfff", param="\ud83d")
+    error = json.loads(error_body(fault, api))["error"]
+    assert error["message"] == "Served: ?é."
+    if api != "anthropic":
+        assert (error["code"], error["param"]) == ("?", "?")
+    assert b'"Served: ?\xc3\xa9."' in stream_error(fault, api)
+
+
+@pytest.mark.parametrize("api", ["openai", "anthropic"])
+@pytest.mark.parametrize("body", [b'{"detail": %b}', b'{"message": "no", "param": %b}', b"%b"])
+def test_an_engine_may_say_more_deeply_than_can_be_written(body: bytes, api: Api) -> None:
+    said = normalised(400, body % (b"[" * 600 + b"]" * 600), api)
+    assert said is not None
+    assert json.loads(said)["error"]["message"]
+
+
+def test_a_header_holds_no_line_end() -> None:
+    headers = error_headers(WrongMethod("x", "GET\r\nset-cookie: a\ud800é"))
+    assert dict(headers)[b"allow"] == b"GET??set-cookie: a??"
 
 
 def test_headers() -> None:
