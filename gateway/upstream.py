@@ -111,7 +111,7 @@ class Exchange:
         self._chunks: list[bytes] = []
         self._sink: Callable[[bytes], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._error: Broken | None = None
+        self._error: Exception | None = None
         self._parting: asyncio.Future[None] | None = None
         self.status = 0
         self.headers: Headers = []
@@ -223,7 +223,7 @@ class Exchange:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def _fail(self, error: Broken) -> None:
+    def _fail(self, error: Exception) -> None:
         self._error = error
         self._wake()
 
@@ -313,7 +313,10 @@ class Connection(asyncio.Protocol):
             else:
                 self.close()
         if data:
-            exchange._body(data)
+            try:
+                exchange._body(data)
+            except Exception as error:
+                exchange._fail(error)
         if exchange._waiter is not None and (exchange._sink is None or exchange.complete):
             exchange._wake()
 

@@ -199,9 +199,9 @@ class Client:
 
     async def flushed(self) -> bool:
         """Wait until the client has taken what was written. False if it left instead."""
-        if self._protocol.paused:
+        if self._protocol.paused or not self.keep_alive:
             await self._protocol.written()
-        return not self.disconnected
+        return not (self.disconnected or self._protocol.cut)
 
     def _connection(self) -> bytes:
         if not self.keep_alive:
@@ -252,6 +252,9 @@ class Carrier(HttpToolsProtocol):
         self._unsent = 0
         """Bytes that the client had not taken at the last look; 0 where none was yet."""
         self._writers: list[asyncio.Future[None]] = []
+        self._lost = False
+        self.cut = False
+        """The client has left, or was left, before it had taken all that was written."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -420,8 +423,8 @@ class Carrier(HttpToolsProtocol):
         self._head_bytes = self._unread = 0
 
     def _is_next(self) -> bool:
-        """Whether nothing that was asked before on this connection is still to be answered."""
-        return self.active is None and not self._busy_with_asgi()
+        """Whether all that was asked before on this connection is answered, and the client takes the answers."""
+        return self.active is None and not self.paused and not self._busy_with_asgi()
 
     def _leave_to_asgi(self) -> None:
         url, headers, expect = self.url, self.headers, self.expect_100_continue
@@ -459,17 +462,23 @@ class Carrier(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
-        if self.pipeline:
-            cycle, app = self.pipeline.pop()
-            self._start_asgi_task(cycle, app)
+        if self.pipeline and not self.paused:
+            self._next()
         elif self._phase == IDLE:
             self._since = self.loop.time()
+
+    def _next(self) -> None:
+        """Begin with what was asked next."""
+        cycle, app = self.pipeline.pop()
+        self._start_asgi_task(cycle, app)
 
     def linger(self, client: Client) -> None:
         """The answer is written and the connection ends; what the client still sends is read and dropped first."""
         self.server_state.total_requests += 1
         if not (client.more_body or self._deaf):
             self._deaf = True
+            if self.transport.get_write_buffer_size() and not self.paused:
+                self._paused_since, self._unsent = self.loop.time(), 0
             self.transport.close()
             return
         self._deaf, self._phase, self._since = True, ENDING, self.loop.time()
@@ -523,6 +532,7 @@ class Carrier(HttpToolsProtocol):
             if unsent < self._unsent:
                 self._paused_since = now
             elif self._unsent and now - self._paused_since > plane.write_seconds:
+                self.cut = True
                 self.on_close(RESETS)
                 self.transport.abort()
             self._unsent = unsent
@@ -572,10 +582,14 @@ class Carrier(HttpToolsProtocol):
         if self.active is not None and self.active.on_resume is not None:
             self.active.on_resume()
         self._wake_writers()
+        if self.pipeline and self._is_next():
+            self._next()
 
     async def written(self) -> None:
         """Wait until the transport's buffer is below its high-water mark, or the connection is lost."""
-        if self._paused_since is not None and not self.transport.is_closing():
+        if self._lost or not (self.paused or self.transport.is_closing()):
+            return
+        if self.transport.get_write_buffer_size():
             writer = self.loop.create_future()
             self._writers.append(writer)
             await writer
@@ -611,6 +625,8 @@ class Carrier(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.plane.intake.leave(self._seat)
         self._seat = "dropped"
+        self._lost = True
+        self.cut = self.cut or exc is not None
         asked: Any
         for asked in (self.cycle, *(waiting for waiting, _ in self.pipeline)):
             if type(asked) is Client:
