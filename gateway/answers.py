@@ -272,7 +272,9 @@ class _Merger:
             await sending.pipe(partial(self._feed, position))
             self._emit(self._merging.end(position))
         else:
-            self._bodies[position] = exchange.body
+            body = self._bodies[position] = exchange.body
+            if not body:
+                raise _nothing(sending, "an empty body")
         sending.end()
 
     @property
