@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from gateway.core import merge, shapes
+from gateway.core import fields, merge, shapes
 from gateway.core.document import Document
 from gateway.core.errors import Fault, UpstreamFault
-from gateway.core.observer import Observer, observe
+from gateway.core.observer import NoJson, Observer, observe, scored
 from gateway.core.seen import Observed, weights
 from gateway.core.types import Api, Call, Handling, Headers
 from gateway.dispatcher import Dispatcher
@@ -97,8 +97,11 @@ async def relay(dispatcher: Dispatcher, asking: Asking) -> None:
         return
     sending = await dispatcher.send(asking.job, asking.calls[0])
     try:
+        exchange = sending.exchange
+        if exchange.status != 200:
+            _check(asking, sending)
         _began(asking, sending)
-        if sending.exchange.streams:
+        if exchange.streams:
             await _stream(asking, sending)
         else:
             await _whole(asking, sending)
@@ -112,12 +115,48 @@ def _began(asking: Asking, sending: Sending) -> None:
     asking.answer.first_byte_at = exchange.begun_at or exchange.heard
 
 
+def _check(asking: Asking, sending: Sending) -> None:
+    """Raise an `UpstreamFault` where a status says that there is no answer to a request that has an index."""
+    status = sending.exchange.status
+    if (300 <= status < 400 or status == 204 or status == 205) and _counts(asking):
+        raise _nothing(sending, f"status {status}")
+
+
+def _counts(asking: Asking) -> bool:
+    """Whether the request has an index, which only an answer uses."""
+    return asking.job.handling.computes and asking.job.request_id != ""
+
+
+def _nothing(sending: Sending, what: str) -> UpstreamFault:
+    return UpstreamFault(
+        f"Replica {sending.replica.name} answered with {what}, which is no answer on this route.", code="no_answer"
+    )
+
+
+def _unread(asking: Asking, sending: Sending, body: bytes) -> Observed | None:
+    """What a whole answer was that is no JSON: scores may come as bytes.
+
+    Raises an `UpstreamFault` where it says nothing and its request has an index.
+    """
+    if not _counts(asking):
+        return None
+    if not body:
+        raise _nothing(sending, "an empty body")
+    form = fields.find(sending.exchange.headers, b"content-type")
+    if asking.handling.kind == "score" and form and not form.startswith((b"text/", b"application/json")):
+        return scored(body)
+    raise _nothing(sending, "what is no JSON")
+
+
 async def _whole(asking: Asking, sending: Sending) -> None:
     exchange, answer, client, handling = sending.exchange, asking.answer, asking.client, asking.job.handling
     body, status = exchange.body, exchange.status
     sending.end()
     if status < 400:
-        answer.observed = observe(body, handling.api, handling.kind)
+        try:
+            answer.observed = observe(body, handling.api, handling.kind)
+        except NoJson:
+            answer.observed = _unread(asking, sending, body)
     answer.complete_at = exchange.heard
     await asking.complete()
     headers = exchange.headers
@@ -155,7 +194,7 @@ async def _stream(asking: Asking, sending: Sending) -> None:
         await sending.pipe(forward)
         if exchange.complete:
             sending.end()
-        observed = answer.observed = observer.result()
+        observed = answer.observed = observer.result(over=True)
         answer.complete_at = exchange.heard
         await asking.complete()
         if held:
@@ -224,6 +263,8 @@ class _Merger:
         exchange = sending.exchange
         if exchange.status >= 400:
             raise _Refused(sending)
+        if exchange.status != 200:
+            _check(self.asking, sending)
         if not self.asking.answer.first_byte_at:
             _began(self.asking, sending)
         if exchange.streams:
@@ -231,7 +272,9 @@ class _Merger:
             await sending.pipe(partial(self._feed, position))
             self._emit(self._merging.end(position))
         else:
-            self._bodies[position] = exchange.body
+            body = self._bodies[position] = exchange.body
+            if not body:
+                raise _nothing(sending, "an empty body")
         sending.end()
 
     @property
@@ -278,9 +321,13 @@ class _Merger:
             first = self.sendings[0]
             client.reply(first.exchange.status, asking.head(first, first.exchange.headers), body)
         else:
-            last = self._stream.finish()
+            try:
+                last = self._stream.finish()
+            except TypeError:
+                told = "Replicas tell of their usage in a way that cannot be summed, so samples cannot be joined."
+                raise UpstreamFault(told, code="unmergeable_answer") from None
             self._observer.feed(last)
-            observed = answer.observed = self._observer.result()
+            observed = answer.observed = self._observer.result(over=True)
             await self._complete()
             if not observed.ended and observed.error is None:
                 _break(asking, "A replica ended its stream before the answer was whole.")

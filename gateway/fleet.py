@@ -342,6 +342,11 @@ class Fleet:
         """Whether any pool's engine has this route."""
         return any(route in pool.engine.ROUTES for pool in self)
 
+    def methods(self, route: str) -> list[str]:
+        """The methods that any pool takes on a route."""
+        taken = (handling.methods for pool in self if (handling := pool.engine.ROUTES.get(route)) is not None)
+        return list(dict.fromkeys(method for methods in taken for method in methods))
+
     def find(self, route: str, model: str | None, named: str | None) -> tuple[Pool, Handling]:
         """The pool for a request: by its route, the role that the route needs, its model, or the pool it names.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from gateway.core import identity, plan, priority, resume
 from gateway.core.document import Document, DuplicateField, Malformed
-from gateway.core.errors import Busy, CallerFault, WrongMethod
+from gateway.core.errors import Busy, CallerFault, Fault, WrongMethod
 from gateway.core.types import Handling, Request
 from gateway.fleet import Fleet, Pool
 from gateway.routes import READ_FIELDS
@@ -33,16 +35,19 @@ class Reader:
         document = self._document(request)
         wanted = request.fields.get(b"x-detgate-pool")
         model = document.value.get("model")
-        pool, handling = self._fleet.find(
-            route, model if type(model) is str else None, None if wanted is None else wanted.decode("latin-1")
-        )
+        try:
+            pool, handling = self._fleet.find(
+                route, model if type(model) is str else None, None if wanted is None else wanted.decode("latin-1")
+            )
+        except Fault:
+            _check_method(request.method, route, self._fleet.methods(route))
+            raise
         if request.method not in handling.methods:
-            told = f"{route} takes {' or '.join(handling.methods)}, not {request.method}."
-            raise WrongMethod(told, ", ".join(handling.methods))
+            _check_method(request.method, route, handling.methods)
         wish = plan.Wish()
         if handling.computes and not self._off:
             if self._choosy:
-                self._admissible(caller, pool, handling, route)
+                self._admissible(request, caller, pool, handling, route)
                 self._has_member(caller, handling)
             wish = self._wish(pool, handling, document)
             pool.engine.check(route, document, pool.facts, wish.samples)
@@ -83,7 +88,9 @@ class Reader:
                 return Document.opaque(request.body)
             raise CallerFault(str(error), code="invalid_json") from None
 
-    def _admissible(self, caller: identity.Caller, pool: Pool, handling: Handling, route: str) -> None:
+    def _admissible(
+        self, request: Request, caller: identity.Caller, pool: Pool, handling: Handling, route: str
+    ) -> None:
         if self._settings.sessions.required and not caller.named:
             raise CallerFault(
                 "This gateway takes no request without a session: send X-Session-ID, or use /sessions/{id}/….",
@@ -93,11 +100,12 @@ class Reader:
         if not self._strict:
             return
         if caller.random_session and not self._settings.sessions.allow_random:
+            given = b"x-detgate-identity" in request.fields
             raise CallerFault(
-                "This session id holds a random id, so no other run could repeat it. Send the session's logical name "
-                "in X-Detgate-Identity, or set sessions.allow_random.",
+                f"This {'identity' if given else 'session id'} holds a random id, so no other run could repeat it. "
+                "Send the session's logical name in X-Detgate-Identity, or set sessions.allow_random.",
                 code="random_session",
-                param="X-Session-ID",
+                param="X-Detgate-Identity" if given else "X-Session-ID",
             )
         if handling.kind == "sample" and handling.seed is None:
             raise CallerFault(
@@ -140,3 +148,9 @@ class Reader:
                 param="seed",
             )
         return wish
+
+
+def _check_method(method: str, route: str, methods: Collection[str]) -> None:
+    """Raise `WrongMethod` where some are taken and this is none of them."""
+    if methods and method not in methods:
+        raise WrongMethod(f"{route} takes {' or '.join(methods)}, not {method}.", ", ".join(methods))

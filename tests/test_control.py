@@ -124,6 +124,8 @@ async def test_a_request_goes_to_the_pool_that_serves_its_model() -> None:
             body = {key: value for key, value in chat().items() if key != "model"}
             several = await gate.http.post("/v1/chat/completions", json=body)
             assert (several.status_code, several.json()["error"]["code"]) == (400, "ambiguous_pool")
+            other = await gate.http.get("/v1/chat/completions")
+            assert (other.status_code, other.headers["allow"]) == (405, "POST")
             named = await gate.http.post("/v1/chat/completions", json=body, headers={"x-detgate-pool": "b"})
             assert named.headers["x-detgate-replica"] == "b-0"
             unknown = await gate.http.post("/v1/chat/completions", json=chat() | {"model": "m3"})

@@ -304,6 +304,16 @@ async def test_a_random_session_is_marked() -> None:
         assert answer.headers["x-detgate-guarantee"].startswith("none;")
 
 
+async def test_so_is_a_random_identity_in_strict() -> None:
+    async with gate_of(profile="strict") as (worker, gate):
+        for session in ("s", None):
+            answer = await ask(gate, session=session, X_Detgate_Identity=UUID)
+            refused(answer, 400, "random_session", "X-Detgate-Identity")
+        assert worker.seen == []
+    async with gate_of(profile="strict", sessions={"allow_random": True}) as (_, gate):
+        assert reasons(await ask(gate, X_Detgate_Identity=UUID)) == {"random-session"}
+
+
 async def test_a_random_session_is_refused_in_strict_unless_it_has_an_identity_or_is_allowed() -> None:
     async with gate_of(profile="strict") as (worker, gate):
         message = refused(await ask(gate, session=UUID), 400, "random_session", "X-Session-ID")

@@ -14,7 +14,21 @@ import duckdb
 import pytest
 
 from gateway.record import counts
-from tests.harness import DONE, FakeWorker, Gate, Reply, Seen, chat, completion, delta, gateway, polite, pool
+from tests.harness import (
+    DONE,
+    FakeWorker,
+    Gate,
+    Reply,
+    Script,
+    Seen,
+    Wire,
+    chat,
+    completion,
+    delta,
+    gateway,
+    polite,
+    pool,
+)
 
 CHAT = "/sessions/s/v1/chat/completions"
 
@@ -137,6 +151,99 @@ async def test_of_a_request_that_is_refused_the_error_is_kept(tmp_path: Path) ->
         _, closed = pair(gate)
     assert (closed["outcome"], closed["error"]) == ("refused", "no_healthy_replica")
     assert closed["answer_body"] == answer.text
+
+
+async def test_a_request_with_text_that_cannot_be_written_has_its_record(tmp_path: Path) -> None:
+    async with gate_of(tmp_path, ledger={"bodies": True}) as gate:
+        for index, body in enumerate((b'{"model":"\\ud800","messages":[]}', b'{"model":"test-model","messages":[]}')):
+            answer = await gate.http.post(CHAT, content=body, headers={"X-Detgate-Pool": "policy"})
+            assert (answer.status_code, answer.headers["x-detgate-index"]) == (200, str(index))
+        await gate.until(lambda: len(gate.records()) == 4)
+        models = [each["model"] for each in gate.records() if each["event"] == "opened"]
+        assert models == ["\\ud800", "test-model"]
+
+
+ODD = {
+    "id": b'"\\ud800"',
+    "usage": b'{"completion_tokens":99999999999999999999999,"prompt_tokens":NaN,"\\udfff":1}',
+    "choices": b'[{"index":0,"message":{},"finish_reason":"\\ud83d","weight_versions":[{"version":"\\udfff"}]}]',
+    "metadata": b'{"weight_version":"\\ud800"}',
+    "error": b'{"message":"\\ud800"}',
+}
+
+
+@pytest.mark.parametrize("field", ODD)
+async def test_so_has_an_answer(tmp_path: Path, field: str) -> None:
+    answer = {} if field == "error" else completion()
+    raw = json.dumps(answer | {field: "@"}).encode().replace(b'"@"', ODD[field])
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        if seen.json.get("stream"):
+            reply.sse()
+            reply.chunk(b"data: " + raw.replace(b'"message"', b'"delta"') + b"\n\n" + DONE.encode())
+            reply.end()
+        else:
+            reply.head(200, ("content-type", "application/json"), length=len(raw))
+            reply.writer.write(raw)
+
+    async with gate_of(tmp_path, script) as gate:
+        for stream in (False, True):
+            got = (await gate.http.post(CHAT, json=chat("x", stream=stream))).content
+            assert raw.replace(b'"message"', b'"delta"') in got.replace(b'"message"', b'"delta"')
+        await gate.until(lambda: len(gate.records()) == 4)
+        ends = [(each["outcome"], each["answer"]) for each in gate.records() if each["event"] == "closed"]
+        assert ends == [("failed" if field == "error" else "delivered", None)] * 2
+
+
+UNSUMMABLE: list[Any] = ["2", [1], 2**63]
+COUNTS: list[Any] = [None, {}, 4.5]
+
+
+@pytest.mark.parametrize(
+    ("engine", "count"), [("vllm", count) for count in COUNTS + UNSUMMABLE] + [("sglang", count) for count in COUNTS]
+)
+async def test_counts_that_are_none_break_no_answer_of_several_samples(engine: str, count: Any) -> None:
+    async with FakeWorker(counting(count)) as worker, gateway(pool("policy", worker.url, engine=engine)) as gate:
+        for stream in (False, True):
+            answer = await gate.http.post(CHAT, json=chat("x", n=2, stream=stream))
+            assert answer.status_code == 200
+            assert (b"[DONE]" in answer.content) is stream
+        await gate.until(lambda: [each["event"] for each in gate.records()].count("closed") == 2)
+        ends = [(each["outcome"], each["used"]) for each in gate.records() if each["event"] == "closed"]
+        assert ends == [("delivered", True)] * 2
+
+
+@pytest.mark.parametrize("count", UNSUMMABLE)
+async def test_counts_that_cannot_be_summed_are_an_error_of_the_replica(count: Any) -> None:
+    async with FakeWorker(counting(count)) as worker, gateway(pool("policy", worker.url, engine="sglang")) as gate:
+        whole = await gate.http.post(CHAT, json=chat("x", n=2))
+        assert whole.json()["error"]["code"] == "unmergeable_answer"
+        async with Wire(gate.port) as wire:
+            wire.post(CHAT, chat("x", n=2, stream=True))
+            assert await wire.head() == 200
+            body = await wire.broken_body()
+        assert b'"code":"unmergeable_answer"' in body
+        await gate.until(lambda: [each["event"] for each in gate.records()].count("closed") == 2)
+        assert [each["used"] for each in gate.records() if each["event"] == "closed"] == [False, False]
+
+
+def counting(count: Any) -> Script:
+    """Answers with one choice for each sample, and this count of tokens."""
+    usage = {"prompt_tokens": 1, "completion_tokens": count, "total_tokens": count}
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        number = seen.json.get("n", 1)
+        choices = [{"index": i, "message": {"content": f"a{i}"}, "finish_reason": "stop"} for i in range(number)]
+        if seen.json.get("stream"):
+            reply.sse()
+            for i in range(number):
+                reply.chunk(delta("a", index=i) + delta("", "stop", index=i))
+            reply.chunk(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n{DONE}")
+            reply.end()
+        else:
+            reply.json({"choices": choices, "usage": usage})
+
+    return script
 
 
 def rows(query: str) -> list[Any]:

@@ -66,6 +66,8 @@ _TAG = framed(b"detgate-content-v1")
 _PLAIN_DIGITS = 30
 _DEEPEST = 32
 """Levels of objects down to which a float's literal is looked up in the bytes."""
+_MOST = 64
+"""Floats of a body that are: reading all bytes again costs less than looking up many."""
 
 _TOKEN = re.compile(r'[\s,:]*([\[\]{}"]|[^\s,:"\[\]{}]+)')
 _NUMBER = re.compile(r"(-?)([0-9]+)(?:\.([0-9]+))?(?:[eE]([+-]?)0*([0-9]+))?")
@@ -104,8 +106,8 @@ def varies(document: Document) -> bool:
 def form(document: Document) -> bytes:
     """The canonical form of a body.
 
-    Made from the parsed value where that is exact. Else the bytes are read again, number by number, and not
-    by recursion, so that nothing depends on how deep the caller's stack is.
+    Made from the parsed value where that is exact. Else the bytes are read again, number by number, and where they
+    are nested deeply not by recursion, so that nothing depends on how deep the caller's stack is.
     """
     try:
         plain = _plain(document)
@@ -153,6 +155,8 @@ def _plain(document: Document) -> dict[str, Any] | None:
             continue
         kind = type(value)
         if kind is float:
+            if len(document.value) > _MOST:
+                raise _Unfit
             literal = document.literal((name,))
             assert literal is not None
             value = _number(literal.decode())
@@ -176,27 +180,42 @@ def _simple(name: str, value: Any) -> bool:
 
 
 def _exact(document: Document) -> dict[str, Any]:
-    return _exact_object(document, (), _sampled(document.value))
+    return _Exact(document).object((), _sampled(document.value))
 
 
-def _exact_object(document: Document, path: tuple[str, ...], value: dict[str, Any]) -> dict[str, Any]:
-    """The object with the exact numbers in place of floats; the same one where it has none."""
-    if _LOOKED_INTO.isdisjoint(map(type, value.values())):
-        return value
-    if len(path) > _DEEPEST:
-        raise _Unfit
-    exact: dict[str, Any] = {}
-    for name, inner in value.items():
-        kind = type(inner)
-        if kind is float:
-            literal = document.literal((*path, name))
-            assert literal is not None
-            exact[name] = _number(literal.decode())
-        elif kind is dict:
-            exact[name] = _exact_object(document, (*path, name), inner)
-        elif kind is list:
-            _refuse_floats(inner)
-    return value | exact
+class _Exact:
+    """The values of a body with exact numbers in place of floats."""
+
+    __slots__ = ("_document", "_left")
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._left = _MOST
+
+    def object(self, path: tuple[str, ...], value: dict[str, Any]) -> dict[str, Any]:
+        """An object; the same one where it has no floats."""
+        if _LOOKED_INTO.isdisjoint(map(type, value.values())):
+            return value
+        if len(path) > _DEEPEST:
+            raise _Unfit
+        exact: dict[str, Any] = {}
+        for name, inner in value.items():
+            kind = type(inner)
+            if kind is float:
+                exact[name] = self._number((*path, name))
+            elif kind is dict:
+                exact[name] = self.object((*path, name), inner)
+            elif kind is list:
+                _refuse_floats(inner)
+        return value | exact
+
+    def _number(self, path: tuple[str, ...]) -> int | _Verbatim:
+        if not self._left:
+            raise _Unfit
+        self._left -= 1
+        literal = self._document.literal(path)
+        assert literal is not None
+        return _number(literal.decode())
 
 
 def _refuse_floats(values: list[Any]) -> None:
@@ -246,8 +265,19 @@ def _sum(integer: str, shift: int) -> str:
     return format(exact.add(Decimal(integer), Decimal(shift)), "f")
 
 
+_EXACT = json.JSONDecoder(parse_float=_number, parse_int=_number, parse_constant=_number)
+
+
 def _read(text: str) -> Any:
     """The value of a text that is known to be JSON, its numbers exact."""
+    try:
+        return _EXACT.decode(text)
+    except RecursionError:
+        return _walked(text)
+
+
+def _walked(text: str) -> Any:
+    """The same without recursion."""
     found: list[Any] = []
     holder: Any = found
     outer: list[Any] = []

@@ -97,7 +97,7 @@ class Document:
     Raises `Malformed` for anything else, for a body that is no object, and for nesting too deep for Python.
     """
 
-    __slots__ = ("_escapes", "_members", "_outlined", "_places", "raw", "value")
+    __slots__ = ("_escapes", "_indices", "_members", "_outlined", "_places", "raw", "value")
 
     def __init__(self, raw: bytes) -> None:
         try:
@@ -110,6 +110,7 @@ class Document:
         self.value: dict[str, Any] = value
         self._places: dict[str, int | None] = {}
         self._members: dict[int, list[_Member]] = {}
+        self._indices: dict[int, dict[bytes, list[_Member]]] = {}
         self._outlined: bytes | None = None
         self._escapes: bool | None = None
 
@@ -330,14 +331,19 @@ class Document:
 
     def _named(self, start: int, name: str) -> list[_Member]:
         """The members of the object at `start` that have this key, however it is spelled."""
+        index = self._indices.get(start)
+        if index is None:
+            index = self._indices[start] = self._indexed(start)
+        return index.get(_quoted(name), [])
+
+    def _indexed(self, start: int) -> dict[bytes, list[_Member]]:
+        """The members of the object at `start` by their keys, spelled as `_quoted` spells them."""
         raw = self.raw
-        quoted = _quoted(name)
-        found = []
+        index: dict[bytes, list[_Member]] = {}
         for member in self._scan(start):
             key = raw[member.key : member.key_end]
-            if key == quoted or (b"\\" in key and json.loads(key) == name):
-                found.append(member)
-        return found
+            index.setdefault(_encoded(json.loads(key)) if b"\\" in key else key, []).append(member)
+        return index
 
     def _scan(self, start: int) -> list[_Member]:
         members = self._members.get(start)
@@ -425,10 +431,14 @@ def _encoded(name: str) -> bytes:
 _remembered = lru_cache(maxsize=256)(_encoded)
 
 
-@lru_cache(maxsize=256)
 def _plainly_quoted(name: str) -> bytes:
     """A name as a JSON string that can be spelled in one way without escapes; nothing where it cannot."""
-    return _encoded(name) if len(name) <= 64 and name.isidentifier() and name.isascii() else b""
+    return _plainly_remembered(name) if len(name) <= 64 else b""
+
+
+@lru_cache(maxsize=256)
+def _plainly_remembered(name: str) -> bytes:
+    return _encoded(name) if name.isidentifier() and name.isascii() else b""
 
 
 def _without(members: list[_Member], gone: set[int]) -> list[_Splice]:

@@ -16,7 +16,8 @@ ANONYMOUS = "anonymous"
 SESSION_BYTES = 256
 KEY_BYTES = 256
 
-_PREFIX = re.compile(r"(?:/runs/(?P<run>[^/]+))?(?:/sessions/(?P<session>[^/]+))?(?P<route>/.*)")
+_PREFIX = re.compile(r"(?:/+runs/(?P<run>[^/]*))?(?:/+sessions/(?P<session>[^/]*))?(?P<route>/.*)")
+_SLASHES = re.compile("/{2,}")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _NO_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
@@ -82,15 +83,25 @@ class Caller(NamedTuple):
 
 
 def locate(path: str) -> Location:
-    """Split the carriers of run and session from the route; repeated slashes are one, and short routes are whole."""
-    if "//" in path:
-        path = re.sub("/{2,}", "/", path)
+    """Split the carriers of run and session from the route; repeated slashes are one, and short routes are whole.
+
+    Behind `/runs/` and `/sessions/` stands a name: a slash there says that it is empty.
+    """
+    doubled = "//" in path
+    if doubled:
+        path = "/" + path.lstrip("/")
     if not path.startswith(("/runs/", "/sessions/")):
-        return Location(_SHORT.get(path, path))
+        return Location(_route(path, doubled))
     match = _PREFIX.fullmatch(path)
     if match is None:
         return Location(path)
-    return Location(_SHORT.get(match["route"], match["route"]), match["run"], match["session"])
+    return Location(_route(match["route"], doubled), match["run"], match["session"])
+
+
+def _route(path: str, doubled: bool) -> str:
+    if doubled:
+        path = _SLASHES.sub("/", path)
+    return _SHORT.get(path, path)
 
 
 def named(location: Location, headers: dict[bytes, bytes]) -> Named:
@@ -150,7 +161,7 @@ def identify(names: Named, headers: dict[bytes, bytes], default_order: Kind, kno
         key=key,
         repeat=_retry(get(b"x-stainless-retry-count")),
         member=member,
-        random_session=identity is None and session is not None and random_like(session),
+        random_session=random_like(identity or session or ANONYMOUS),
     )
     return caller if known is None else _as_created(caller, known, identity)
 

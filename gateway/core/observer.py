@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from hashlib import blake2b
+from math import isfinite
 from typing import Any
 
 import orjson
@@ -62,10 +64,9 @@ class Observer(Seen):
         if splitter.skipped:
             self.blind = True
 
-    def result(self) -> Observed:
-        """All of it, as it is now."""
+    def result(self, *, over: bool = False) -> Observed:
         self._catch_up()
-        return super().result()
+        return super().result(over=over and not self._splitter.skipping)
 
     def _catch_up(self) -> None:
         unread = self._unread
@@ -75,13 +76,11 @@ class Observer(Seen):
                 self._data(chunk[6:-2])
 
     def whole(self, body: bytes, value: Any) -> Observed:
-        """Read an answer that came in one piece. `value`: what its JSON holds; None where it is no JSON."""
+        """Read an answer that came in one piece. `value`: what its JSON holds."""
         self.done = True
-        if value is None:
-            self.blind = self.kind == "sample"
-            self.content = None if self.blind else blake2b(body, digest_size=16).hexdigest()
-            return self.result()
         try:
+            if value is None and self.kind == "score":
+                return scored(body)
             if self.kind == "score":
                 scores.answer(self, value)
             else:
@@ -89,7 +88,7 @@ class Observer(Seen):
                     self._answer(answer, index)
         except _UNLIKE:
             self.blind = True
-        return self.result()
+        return self.result(over=True)
 
     def _data(self, data: bytes) -> None:
         try:
@@ -97,9 +96,11 @@ class Observer(Seen):
         except orjson.JSONDecodeError:
             if data == b"[DONE]":
                 self.done = True
-            elif data:
-                self.blind = True
-            return
+                return
+            if not data:
+                return
+            self.blind = True
+            event = _repaired(data)  # for what it says of its end
         try:
             if self.id is None:
                 self.id = _id_of(event)
@@ -137,16 +138,59 @@ class Observer(Seen):
             responses.event(self, event)
 
 
+class NoJson(ValueError):
+    """A whole answer says nothing."""
+
+
 def observe(body: bytes, api: Api, kind: Kind) -> Observed:
-    """What a whole answer with status 200 was."""
+    """What a whole answer with status 200 was. Raises `NoJson` where it draws or scores and is none."""
     if kind != "sample" and kind != "score":
         return _UNREAD
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
-        value = None
+        return _observe_repaired(body, api, kind)
     seen = _plain(value) if kind == "sample" else None
     return Observer(api, kind).whole(body, value) if seen is None else seen
+
+
+def scored(body: bytes) -> Observed:
+    """What scores were that came as bytes."""
+    return Observed(done=True, ended=True, content=blake2b(body, digest_size=16).hexdigest())
+
+
+def _observe_repaired(body: bytes, api: Api, kind: Kind) -> Observed:
+    value = _repaired(body)
+    if value is None:
+        raise NoJson
+    if kind == "score":
+        return scored(body)
+    observer = Observer(api, kind)
+    observer.blind = True
+    return observer.whole(body, value)
+
+
+def _repaired(data: bytes) -> Any:
+    """What Python's `json` reads and orjson does not, as nearly as JSON can say it; None where it is no JSON at all.
+
+    Numbers that are none are null, and what is no text is replaced.
+    """
+    try:
+        value = json.loads(data.decode("utf-8-sig", "replace"), parse_constant=_nothing, parse_float=_finite)
+        return orjson.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except ValueError:
+        return None
+    except RecursionError:
+        return {}
+
+
+def _nothing(name: str) -> None:
+    return None
+
+
+def _finite(literal: str) -> float | None:
+    number = float(literal)
+    return number if isfinite(number) else None
 
 
 _UNREAD = Observed(done=True, ended=True)

@@ -49,10 +49,10 @@ class Observed(NamedTuple):
     done: bool = False
     """The API's last event has come: `[DONE]`, message_stop, response.completed … It may follow an error."""
     ended: bool = False
-    """Every choice has its finish reason and there was no error."""
+    """Every choice has its finish reason, or it came to its end and not all of it could be read; and there was no
+    error."""
     content: str | None = None
-    """32 hex digits; None where an event was too long or no JSON, and on routes that neither sample nor
-    score."""
+    """32 hex digits; None where something could not be read, and on routes that neither sample nor score."""
     weight_version: str | None = None
     """Where the engine tells it; the versions in order, parted by commas, where the weights changed on the
     way."""
@@ -94,7 +94,9 @@ class Said:
             self.finish = str(reason)
 
     def so_far(self, text: str, *, whole: bool) -> None:
-        """The content so far, or its next piece."""
+        """The content so far, or its next piece. Raises `TypeError` where it is no text."""
+        if type(text) is not str:
+            raise TypeError("a content that is no text")
         if whole:
             self._latest = text
             return
@@ -204,13 +206,17 @@ class Seen:
             return
         self._weights = joined(told if self._weights is None else [self._weights, *told])
 
-    def result(self) -> Observed:
-        """All of it, as it is now."""
+    def result(self, *, over: bool = False) -> Observed:
+        """All of it, as it is now.
+
+        `over`: the answer came to its own end, so what could not be read may be where it says that it has ended.
+        """
         said = [self.said[index] for index in sorted(self.said)]
         reasons = tuple(choice.finish for choice in said if choice.finish is not None)
         ended = len(reasons) == len(said) >= self._choices or self.kind != "sample"
         if self.api == "anthropic":
             ended = ended and self.done
+        ended = ended or (over and self.blind)
         return Observed(
             finish_reasons=reasons,
             usage=self.usage or self._counted(),
@@ -238,7 +244,9 @@ class Seen:
             return ()
         streamed = any(choice.pieces > 1 for choice in said)
         shares = [choice.pieces if streamed else choice.opening for choice in said]
-        total = usage.get("completion_tokens", 0) if usage is not None else sum(choice.pieces for choice in said)
+        total = usage.get("completion_tokens", 0) if usage is not None else None
+        if type(total) is not int and type(total) is not float:
+            total = sum(choice.pieces for choice in said)
         drawn = [choice.counts[1] if choice.counts is not None else 0 for choice in said]
         return tuple(
             Sample(choice.digest(), told or total * share / (sum(shares) or 1))
@@ -268,10 +276,20 @@ def weights(bodies: Iterable[bytes]) -> str | None:
     return joined(told) if told else None
 
 
+def number(value: Any) -> int:
+    """A whole number that an engine tells; 0 where it is none."""
+    return value if type(value) is int else 0
+
+
 def words(error: Any) -> str:
     """The message of an error, whatever its shape."""
     found = error.get("message") if isinstance(error, dict) else error
-    return found if isinstance(found, str) else dumped(error)
+    if isinstance(found, str):
+        return found
+    try:
+        return dumped(error)
+    except TypeError:  # nested too deeply to be written
+        return "an error without a message"
 
 
 def without(value: Any, names: Iterable[str]) -> Any:

@@ -12,13 +12,14 @@ class Splitter:
     Bytes after the last blank line are kept for the next chunk, up to `limit`; an event that grows beyond
     it is passed over and counted in `skipped`."""
 
-    __slots__ = ("_limit", "_partial", "_searched", "_skipping", "empty", "skipped")
+    __slots__ = ("_limit", "_partial", "_searched", "empty", "skipped", "skipping")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._partial = bytearray()
         self._searched = 0
-        self._skipping = False
+        self.skipping = False
+        """It is in an event that is passed over."""
         self.empty = True
         """Nothing is kept: the next chunk begins an event."""
         self.skipped = 0
@@ -32,14 +33,14 @@ class Splitter:
         at = max(self._searched - 3, 0)
         while (found := _blank(partial, at)) is not None:
             stop, at = found
-            if not self._skipping:
+            if not self.skipping:
                 events.append(bytes(partial[start:stop]))
-            self._skipping = False
+            self.skipping = False
             start = at
         del partial[:start]
         if len(partial) > self._limit:
-            self.skipped += not self._skipping
-            self._skipping = True
+            self.skipped += not self.skipping
+            self.skipping = True
             del partial[:-3]
         self._searched = len(partial)
         self.empty = not partial

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,6 +27,9 @@ from gateway.core.errors import StoreFault
 log = structlog.get_logger("detgate.ledger")
 
 SEGMENT_BYTES = 268_435_456
+
+_LEVELS = 32
+"""Levels of lists and objects that are kept of a record that cannot be written as it is."""
 
 
 class LedgerFault(StoreFault):
@@ -86,7 +89,7 @@ class Ledger:
         Raises `LedgerFault`: then its request must not go on. The record is kept, and stands before that of its end.
         """
         held = len(self._held)
-        self._held += orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+        self._held += _line(record)
         if self._flushed():
             return True
         if self._lenient:
@@ -101,7 +104,7 @@ class Ledger:
         """
         held = len(self._held)
         for record in records:
-            self._held += orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+            self._held += _line(record)
         if self._flushed():
             return
         if self._lenient:
@@ -112,12 +115,12 @@ class Ledger:
 
     def complete(self, record: dict[str, Any]) -> None:
         """Write that an answer is whole, before its last byte leaves."""
-        self._held += orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+        self._held += _line(record)
         self._flushed()
 
     def closed(self, record: dict[str, Any]) -> None:
         """Write an end before this turn of the loop is over, or as soon as it can be written."""
-        self._held += orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+        self._held += _line(record)
         if not self._due:
             self._due = True
             asyncio.get_running_loop().call_soon(self._flush_due)
@@ -239,6 +242,28 @@ class Ledger:
             with suppress(OSError):
                 self.spare.with_suffix(".gap").rename(self.spare)
         self.broken, self._torn, self.missing = False, False, 0
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:
+        return orjson.dumps(_writable(record), option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _writable(value: Any, levels: int = _LEVELS) -> Any:
+    """What comes nearest of what can be written: lone surrogates are spelled out, other things are null."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, int):
+        return value if -(1 << 63) <= value < 1 << 64 else None
+    if isinstance(value, float):
+        return value
+    if levels and isinstance(value, Mapping):
+        return {_writable(str(name)): _writable(inner, levels - 1) for name, inner in value.items()}
+    if levels and isinstance(value, list | tuple):
+        return [_writable(inner, levels - 1) for inner in value]
+    return None
 
 
 def _number(file: Path) -> int:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from gateway.core import canonical
 from gateway.core.canonical import UNSAMPLED, content, form
 from gateway.core.document import Document
+from tests.core.steps import steps
 from tests.core.texts import Array, Leaf, Node, Object, bodies, numbers, spelled, strings
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "content.json"
@@ -45,6 +46,7 @@ def test_the_golden_vectors_hold() -> None:
 def test_every_way_gives_one_form(body: Object) -> None:
     text = body.render()
     reference = canonical._spelled(read(text))
+    assert canonical._spelled(canonical._without_ids(canonical._sampled(canonical._walked(text)))) == reference
     assert form(Document(text.encode())) == reference
     assert form(Document(b"\xef\xbb\xbf" + text.encode())) == reference
     try:
@@ -392,6 +394,47 @@ def test_a_value_that_was_read_is_not_changed() -> None:
     document = Document(json.dumps(body).encode())
     form(document)
     assert document.value == body
+
+
+# Cost
+
+
+def _many(count: int, member: str) -> str:
+    return ",".join([member.replace("@", str(i)) for i in range(count)])
+
+
+@pytest.mark.parametrize(
+    ("body", "member"),
+    [
+        ('{"messages":[],"logit_bias":{@}}', '"@":-1.5'),
+        ('{"messages":[],@}', '"k@":-1.5'),
+        ('{"o":{@}}', '"k@":{"x":1.5}'),
+        ('{"o":[@]}', '{"x":{"y":1.5}}'),
+        ('{"messages":[],@}', '"o@":' + '{"a":' * 30 + "1.5" + "}" * 30),
+        ('{"a":1.5,@,"b":1.5}', '"c":1.5'),
+        ('{"a":1.5,@,"b":1.5}', r'"\u0061":1.5'),
+        (r'{"\u0061b":1.5,@,"b":1.5}', '"k@":1'),
+        ('{"o":{"a":1.5,@,"b":2.5}}', r'"\u0061@":1'),
+    ],
+)
+def test_the_digest_takes_time_in_proportion_to_the_body(body: str, member: str) -> None:
+    small, large = (Document((body.replace("@", _many(n, member)) + " " * 5000).encode()) for n in (200, 800))
+    assert steps(lambda: content(large, ROUTE)) < 5 * steps(lambda: content(small, ROUTE))
+
+
+def test_of_many_floats_few_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up = []
+    literal = Document.literal
+
+    def counted(document: Document, path: tuple[str, ...]) -> bytes | None:
+        looked_up.append(path)
+        return literal(document, path)
+
+    monkeypatch.setattr(Document, "literal", counted)
+    floats = {f"k{i}": 1.5 for i in range(1000)}
+    for body in (floats, {"o": floats}, {f"o{i}": {"x": 1.5} for i in range(1000)}):
+        of(body)
+    assert len(looked_up) <= 3 * canonical._MOST
 
 
 # Bytes

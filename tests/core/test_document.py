@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.core import document as module
 from gateway.core.document import Document, DuplicateField, Edit, Malformed, Remove, Rename, Set
+from tests.core.steps import steps
 from tests.core.texts import NAMES, Leaf, Member, Node, Object, bodies, compact, same, spaces
 
 READ = (*NAMES, ("sampling_params", "seed"), ("sampling_params", "n"))
@@ -403,3 +404,16 @@ LONG = "x" * 5000
 )
 def test_a_field_of_a_long_body_is_found_wherever_it_stands(body: str, literal: bytes) -> None:
     assert Document(body.encode()).literal(("a",)) == literal
+
+
+@pytest.mark.parametrize("member", ['"@": 1', '"\\u0061@": 1', '"a": 1', '"@": {"b": [1.5, "c"]}'])
+def test_work_is_in_proportion_to_the_body_and_not_to_what_is_asked_of_it(member: str) -> None:
+    def work(count: int, fields: int) -> int:
+        members = ",".join(member.replace("@", str(i)) for i in range(count))
+        mine = ",".join(f'"f{i}": 1, "f{i}": 1.5' for i in range(fields))
+        document = Document(f'{{{mine}, {members}, "t": "{LONG}"}}'.encode())
+        return steps(lambda: [document.literal((f"f{i}",)) for i in range(fields)])
+
+    once = work(2400, 1)
+    assert once < 5 * work(600, 1)
+    assert work(2400, 40) < 1.5 * once

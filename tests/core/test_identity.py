@@ -15,6 +15,7 @@ from gateway.core.identity import Caller, Known, Named, identify, locate, named,
         ("/sessions/a%2Fb/v1/models", {b"x-session-id": b"other"}, (None, "a/b")),
         ("/runs/r/sessions/s/v1/models", {}, ("r", "s")),
         ("/runs/r/v1/models", {b"x-detgate-run": b"q", b"x-session-id": "ü".encode()}, ("q", "ü")),
+        ("//runs/r//sessions/s//v1///models", {}, ("r", "s")),
     ],
 )
 def test_names_come_from_the_path_before_the_headers_but_for_the_run(
@@ -38,6 +39,33 @@ def test_names_that_cannot_be_are_refused(headers: dict[bytes, bytes], param: st
     with pytest.raises(CallerFault) as refused:
         named(locate("/v1/models"), headers)
     assert (refused.value.code, refused.value.param) == ("invalid_header", param)
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/sessions//v1/models", "session id"),
+        ("//sessions///v1/models", "session id"),
+        ("/sessions//chat/completions", "session id"),
+        ("/sessions//x/v1/models", "session id"),
+        ("/runs/r/sessions//v1/models", "session id"),
+        ("/runs//sessions/s/v1/models", "X-Detgate-Run"),
+        ("/runs//v1/models", "X-Detgate-Run"),
+    ],
+)
+def test_a_name_in_the_path_is_not_left_out(path: str, param: str) -> None:
+    with pytest.raises(CallerFault) as refused:
+        named(locate(path), {b"x-session-id": b"other"})
+    assert (refused.value.code, refused.value.param) == ("invalid_header", param)
+
+
+PREFIXES = ["", "/sessions/s", "//sessions/s", "/runs/r", "/runs/r/sessions/s", "/runs/r//sessions/s"]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_repeated_slashes_of_a_route_are_one(prefix: str) -> None:
+    for route in ("//v1//chat/completions", "//chat//completions", "/v1/chat//completions"):
+        assert locate(prefix + route).route == "/v1/chat/completions"
 
 
 def test_bounds_of_names_are_inclusive() -> None:
@@ -78,4 +106,8 @@ def test_of_a_created_session_the_identity_is_what_must_not_be_random() -> None:
     assert identify(Named(), {b"x-detgate-identity": uuid.encode()}, "arrival", Known("r", uuid, uuid)).random_session
     assert not identify(Named(session="s"), {}, "arrival").random_session
     assert identify(Named(session=uuid), {}, "arrival").random_session
+    for session in ("s", None, uuid):
+        given = {b"x-detgate-identity": uuid.encode()}
+        assert identify(Named(session=session), given, "arrival").random_session
+    assert not identify(Named(session=uuid), {b"x-detgate-identity": b"17:3"}, "arrival").random_session
     assert not identify(Named(session=uuid), {b"x-detgate-identity": b"a"}, "arrival").random_session

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.core.observer import Observer, observe
+from gateway.core.observer import NoJson, Observer, observe, scored
 from gateway.core.seen import Observed
 from gateway.core.sse import EVENT_LIMIT
-from gateway.core.types import Api
+from gateway.core.types import Api, Kind
 from tests import captures
+
+APIS: tuple[Api, ...] = ("openai", "anthropic", "responses", "native")
+KINDS: tuple[Kind, ...] = ("sample", "score")
 
 
 def api_of(path: str) -> Api:
@@ -137,6 +141,89 @@ def test_all_choices_must_finish() -> None:
     assert not every_way(half, choices=1).ended
     assert every_way(half + chunk(1, finish="length"), choices=2).finish_reasons == ("stop", "length")
     assert not every_way(chunk(0, finish="stop"), choices=2).ended
+
+
+LONG = "x" * 2 * EVENT_LIMIT
+
+
+def final(api: Api, text: str) -> bytes:
+    """The last event of a stream, which holds a text or a part of one as JSON."""
+    events = {
+        "openai": '{"choices":[{"index":0,"delta":{"content":@},"finish_reason":"stop"}]}',
+        "native": '{"text":@,"output_ids":[1],"meta_info":{"finish_reason":{"type":"stop"},"completion_tokens":1}}',
+        "responses": '{"type":"response.completed","response":{"status":"stop","output":[{"content":@}]}}',
+        "anthropic": '{"type":"message","content":[{"type":"text","text":@}],"stop_reason":"stop"}',
+    }
+    return f"data: {events[api].replace('@', text)}\n\n".encode()
+
+
+def in_pieces(data: bytes, api: Api) -> Observer:
+    observer = Observer(api, "sample")
+    for start in range(0, len(data), 65536):
+        observer.feed(data[start : start + 65536])
+    return observer
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("text", [f'"{LONG}"', '"\\ud83d"', "[NaN]", "[-Infinity]", "[1e999]"])
+def test_a_stream_that_came_to_its_end_in_what_could_not_be_read_has_ended(api: Api, text: str) -> None:
+    observer = in_pieces(final(api, text), api)
+    assert observer.result().content is None
+    seen = observer.result(over=True)
+    assert seen.ended
+    assert seen.content is None
+    assert seen.finish_reasons == (() if LONG in text else ("stop",))
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"index": 0, "delta": {"content": [{"type": "text", "text": "x"}]}, "finish_reason": "stop"},
+        {"index": None, "delta": {"content": "x"}, "finish_reason": "stop"},
+        {"index": "0", "delta": {"content": "x"}, "finish_reason": "stop"},
+        {"index": 0, "delta": {"content": None, "tool_calls": [None]}, "finish_reason": "stop"},
+        {"index": 0, "delta": {"content": 7}, "finish_reason": "stop"},
+        {"index": 0, "delta": {"content": "x"}, "finish_reason": "stop", "weight_versions": [7]},
+    ],
+)
+def test_a_choice_of_another_shape_hides_no_end(choice: dict[str, object]) -> None:
+    event = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+    seen = in_pieces(chunk(content="a") + event + DONE, "openai").result(over=True)
+    assert seen.ended
+    assert seen.content is None
+    assert seen.finish_reasons == (("stop",) if choice["index"] == 0 else ())
+    whole = {"choices": [choice | {"message": choice["delta"]}]}
+    assert observe(json.dumps(whole).encode(), "openai", "sample").ended
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_stream_that_could_be_read_and_said_nothing_of_its_end_has_not_ended(api: Api) -> None:
+    said = chunk(content="a") if api == "openai" else b'data: {"type":"ping"}\n\n'
+    for body in (b"", said, said + DONE, said + b'data: {"cho', said + b"data: " + LONG.encode()):
+        assert not in_pieces(body, api).result(over=True).ended
+
+
+def test_an_error_is_seen_whatever_else_is_in_its_event() -> None:
+    deep = "[" * 300 + "]" * 300
+    for error in ('{"message":"died \\ud83d"}', '{"message":"died","at":NaN}', deep):
+        observer = in_pieces(b'data: {"error":' + error.encode() + b"}\n\n", "openai")
+        seen = observer.result(over=True)
+        assert seen.error
+        assert not seen.ended
+
+
+COUNTS: st.SearchStrategy[object] = st.sampled_from([None, "2", [1], {}, True, -1, 0, 4.5, 2**63])
+
+
+@given(count=COUNTS, prompt=COUNTS)
+def test_counts_that_are_none_break_nothing(count: object, prompt: object) -> None:
+    usage = {"completion_tokens": count, "prompt_tokens": prompt}
+    choices = [{"index": i, "message": {"content": f"a{i}"}, "finish_reason": "stop"} for i in range(2)]
+    seen = observe(json.dumps({"choices": choices, "usage": usage}).encode(), "openai", "sample")
+    assert seen.content is not None
+    assert len(seen.samples) == 2
+    answers = [{"text": f"a{i}", "meta_info": {"finish_reason": {"type": "stop"}} | usage} for i in range(2)]
+    assert observe(json.dumps(answers).encode(), "native", "sample").ended
 
 
 @pytest.mark.parametrize(
@@ -299,8 +386,11 @@ def test_the_last_bit_of_a_score_counts() -> None:
 
 
 def test_an_answer_that_is_no_json() -> None:
-    assert observe(b"\x00\x01", "native", "score").content != observe(b"\x00\x02", "native", "score").content
-    assert observe(b"<html>", "openai", "sample") == Observed(done=True)
+    assert scored(b"\x00\x01").content != scored(b"\x00\x02").content
+    for body in (b"", b"<html>", b"\x00\x01"):
+        for kind in KINDS:
+            with pytest.raises(NoJson):
+                observe(body, "openai", kind)
     assert observe(b'{"tokens":[1]}', "native", "plain") == Observed(done=True, ended=True)
 
 
@@ -352,8 +442,9 @@ def test_cuts_of_text_and_bytes_are_no_content(pieces: list[str], cuts: list[int
 def test_nothing_raises(data: bytes) -> None:
     watched([b"data: " + data + b"\n\n", data])
     watched(single(data), "anthropic")
-    for api in ("openai", "anthropic", "responses", "native"):
-        observe(data, api, "sample")
+    for api in APIS:
+        with suppress(NoJson):
+            observe(data, api, "sample")
 
 
 NAMES = ["choices", "delta", "index", "meta_info", "error", "type", "message", "usage", "content", "response"]

@@ -11,6 +11,7 @@ import anthropic
 import openai
 import pytest
 
+from gateway.core.sse import EVENT_LIMIT
 from tests.field.routes import (
     CHAT,
     COMPLETIONS,
@@ -26,7 +27,7 @@ from tests.field.routes import (
     both_carriers,
     over,
 )
-from tests.harness import CarrierName, FakeWorker, Reply, Script, Seen, Wire, gateway
+from tests.harness import CarrierName, FakeWorker, Gate, Reply, Script, Seen, Wire, gateway
 
 
 def reset(reply: Reply) -> None:
@@ -112,6 +113,53 @@ async def test_a_stream_that_breaks_never_ends_cleanly(route: Route, carrier: Ca
         await gate.until(gate.idle)
         closed = [(record["outcome"], record["used"]) for record in gate.records() if record["event"] == "closed"]
         assert closed == [("failed", False)] * len(BREAKS)
+
+
+def ends(gate: Gate) -> list[tuple[str, bool, str | None]]:
+    """Of each request how it ended, whether its index is used, and the digest of its content."""
+    return [(each["outcome"], each["used"], each["answer"]) for each in gate.records() if each["event"] == "closed"]
+
+
+UNREADABLE = {"number": b"NaN", "text": b'"\\ud83d"', "long": b'"' + b"x" * 2 * EVENT_LIMIT + b'"'}
+
+
+def unreadable(route: Route, what: str) -> list[bytes]:
+    """The events of a stream, with a field in its last ones that the gateway does not read."""
+    *events, a, b, c = route.events
+    return [*events, *(each.replace(b"data: {", b'data: {"odd":' + UNREADABLE[what] + b",") for each in (a, b, c))]
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+@over((*SAMPLING, SGLANG_CHAT, SGLANG_MESSAGES))
+async def test_a_whole_stream_is_delivered_though_its_end_could_not_be_read(route: Route, what: str) -> None:
+    events = unreadable(route, what)
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        for event in events:
+            reply.chunk(event)
+        reply.end()
+
+    async with FakeWorker(script) as worker, gateway(route.pool(worker.url)) as gate:
+        answer = await gate.http.post(route.path, json=route.body(stream=True))
+        assert answer.content == b"".join(events)
+        await gate.until(lambda: ends(gate) == [("delivered", True, None)])
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+@over((SGLANG_CHAT, SGLANG_COMPLETIONS, GENERATE))
+async def test_so_is_one_that_is_merged(route: Route, what: str) -> None:
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        for event in unreadable(route, what):
+            reply.chunk(event)
+        reply.end()
+
+    fields = {"sampling_params": {"n": 2, "temperature": 1}} if route is GENERATE else {"n": 2, "temperature": 1}
+    async with FakeWorker(script) as worker, gateway(route.pool(worker.url)) as gate:
+        answer = await gate.http.post(route.path, json=route.body(stream=True, **fields))
+        assert answer.content.endswith(b"data: [DONE]\n\n")
+        await gate.until(lambda: [end[:2] for end in ends(gate)] == [("delivered", True)])
 
 
 @both_carriers

@@ -186,7 +186,7 @@ async def test_an_answer_without_a_body_has_no_word_of_one(status: int) -> None:
     async def script(seen: Seen, reply: Reply) -> None:
         reply.writer.write(b"HTTP/1.1 %d None\r\nx-a: b\r\n\r\n" % status)
 
-    async with FakeWorker(script) as worker, gateway(pool("policy", worker.url)) as gate:
+    async with FakeWorker(script) as worker, gateway(pool("policy", worker.url), profile="off") as gate:
         assert [answer.status for answer in await everything(gate.port, [post(HOST, LENGTH) + LAST])] == [status, 200]
 
 

@@ -35,6 +35,23 @@ def room(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def test_every_record_is_written_whatever_is_in_it(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    deep: list[Any] = []
+    for _ in range(400):
+        deep = [deep]
+    odd = {"text": "a\ud800b", "large": 1 << 70, "small": -(1 << 70), "nan": float("nan"), "deep": deep, "\udfff": b"x"}
+    ledger.claimed({"event": "opened", "odd": odd, "index": 1 << 64, "fine": (1, 2.5, True, None, "ü")})
+    ledger.opened({"event": "one"}, {"event": "two", "odd": "\ud800"})
+    ledger.complete({"event": "complete", "odd": "\ud800"})
+    ledger.flush()
+    first, *others = lines(tmp_path)
+    assert first["fine"] == [1, 2.5, True, None, "ü"]
+    assert first["odd"]["text"] == "a\\ud800b"
+    assert (first["index"], first["odd"]["large"], first["odd"]["small"], first["odd"]["nan"]) == (None,) * 4
+    assert [each["event"] for each in others] == ["one", "two", "complete"]
+
+
 def test_a_full_segment_is_followed_by_another_and_no_line_is_parted(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, segment_bytes=100)
     for number in range(50):

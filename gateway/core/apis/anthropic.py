@@ -26,7 +26,7 @@ def event(seen: Seen, event: Mapping[str, Any]) -> None:
     elif kind == "message_stop":
         seen.done = True
     elif kind == "message":
-        for position, block in enumerate(event.get("content") or ()):
-            said.block(position, block)
         said.stop(event.get("stop_reason"))
         seen.use(event.get("usage"))
+        for position, block in enumerate(event.get("content") or ()):
+            said.block(position, block)

@@ -10,27 +10,31 @@ from gateway.core.seen import Seen
 
 def event(seen: Seen, choices: Any, event: Mapping[str, Any]) -> None:
     """An event of a stream, whose choices these are."""
-    for choice in choices:
-        _choice(seen, choice)
     usage = event.get("usage")
     if usage is not None:
         seen.use(usage)
+    for choice in choices:
+        _choice(seen, choice)
 
 
 def answer(seen: Seen, choices: Any, answer: Mapping[str, Any]) -> None:
     """A whole answer, whose choices these are."""
+    seen.use(answer.get("usage"))
     for choice in choices:
         message = choice.get("message")
         if message is not None:
+            seen.choice(choice.get("index", 0)).stop(choice.get("finish_reason"))
             choice["delta"] = _numbered(message)
         _choice(seen, choice)
-    seen.use(answer.get("usage"))
     seen.weigh(answer.get("metadata") or {})
 
 
 def _choice(seen: Seen, choice: dict[str, Any]) -> None:
     index = choice.get("index", 0)
     said = seen.said.get(index) or seen.choice(index)
+    finish = choice.get("finish_reason")
+    if finish is not None:  # before what may not be readable
+        said.stop(finish)
     delta = choice.get("delta")
     if delta is not None:
         text = delta.get("content")
@@ -45,11 +49,8 @@ def _choice(seen: Seen, choice: dict[str, Any]) -> None:
         said.add("content", choice["text"])
     elif choice.get("token_ids"):
         said.add("tokens", "".join([f"{token}," for token in choice["token_ids"]]))
-    finish = choice.get("finish_reason")
-    if finish is not None:
-        said.stop(finish)
-        if "weight_versions" in choice:
-            seen.weigh(choice)
+    if finish is not None and "weight_versions" in choice:
+        seen.weigh(choice)
 
 
 def _numbered(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.core.seen import Seen, hashed, without, words
+from gateway.core.seen import Seen, hashed, number, without, words
 
 _LAST = (None, "response.completed", "response.incomplete", "response.failed")
 _INVENTED = frozenset({"id", "call_id", "created_at"})
@@ -13,7 +13,7 @@ _INVENTED = frozenset({"id", "call_id", "created_at"})
 
 def event(seen: Seen, event: Mapping[str, Any]) -> None:
     """An event, or a whole answer."""
-    seen.sequence = event.get("sequence_number", seen.sequence) + 1
+    seen.sequence = number(event.get("sequence_number", seen.sequence)) + 1
     response = event.get("response", event)
     if event.get("type") not in _LAST:
         return
