@@ -63,7 +63,14 @@ class Answer:
     complete_at: float = 0.0
     delivered: bool = False
     """Handed to the client whole, and it was an answer to the request."""
+    left: bool = False
+    """Its client left before it had taken it whole."""
     error: str | None = None
+
+    async def taken(self, client: Client, status: int, *, unwanted: bool) -> None:
+        """Wait until the client has it whole: then it is delivered, if it is an answer to the request."""
+        self.left = not await client.flushed()
+        self.delivered = not self.left and answered(status, self.observed, unwanted=unwanted)
 
 
 @dataclass(slots=True)
@@ -167,7 +174,7 @@ async def _whole(asking: Asking, sending: Sending) -> None:
             headers = [field for field in headers if field[0] != b"content-type"]
             headers.append((b"content-type", b"application/json"))
     client.reply(status, asking.head(sending, headers), body)
-    answer.delivered = await client.flushed() and answered(status, answer.observed, unwanted=sending.unwanted)
+    await answer.taken(client, status, unwanted=sending.unwanted)
 
 
 async def _stream(asking: Asking, sending: Sending) -> None:
@@ -210,7 +217,7 @@ async def _stream(asking: Asking, sending: Sending) -> None:
         _break(asking, f"Replica {sending.replica.name} ended the stream before the answer was whole.")
         return
     client.end()
-    answer.delivered = await client.flushed() and answered(exchange.status, observed, unwanted=sending.unwanted)
+    await answer.taken(client, exchange.status, unwanted=sending.unwanted)
 
 
 async def _merged(dispatcher: Dispatcher, asking: Asking) -> None:
@@ -335,7 +342,7 @@ class _Merger:
             client.write(last)
             client.end()
         unwanted = any(sending.unwanted for sending in self.sendings)
-        answer.delivered = await client.flushed() and answered(answer.status, answer.observed, unwanted=unwanted)
+        await answer.taken(client, answer.status, unwanted=unwanted)
 
     async def _complete(self) -> None:
         self.asking.answer.complete_at = asyncio.get_running_loop().time()

@@ -246,6 +246,8 @@ def _outcome(work: Work) -> str:
     answer = work.answer
     if answer.delivered:
         return "delivered"
+    if answer.left:
+        return "abandoned"
     if work.fault is not None:
         return "failed" if isinstance(work.fault, UpstreamFault | StoreFault) else "refused"
     if answer.error is not None or answer.observed is not None or answer.status >= 400:

@@ -252,6 +252,8 @@ class Carrier(HttpToolsProtocol):
         self._unsent = 0
         """Bytes that the client had not taken at the last look; 0 where none was yet."""
         self._writers: list[asyncio.Future[None]] = []
+        self._held = False
+        """What is asked next waits until the client has taken what was written."""
         self._lost = False
         self.cut = False
         """The client has left, or was left, before it had taken all that was written."""
@@ -424,7 +426,7 @@ class Carrier(HttpToolsProtocol):
 
     def _is_next(self) -> bool:
         """Whether all that was asked before on this connection is answered, and the client takes the answers."""
-        return self.active is None and not self.paused and not self._busy_with_asgi()
+        return self.active is None and not self._held and not self._busy_with_asgi()
 
     def _leave_to_asgi(self) -> None:
         url, headers, expect = self.url, self.headers, self.expect_100_continue
@@ -462,8 +464,10 @@ class Carrier(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
-        if self.pipeline and not self.paused:
-            self._next()
+        self._held = self.paused
+        if self.pipeline:
+            if not self._held:
+                self._next()
         elif self._phase == IDLE:
             self._since = self.loop.time()
 
@@ -582,8 +586,10 @@ class Carrier(HttpToolsProtocol):
         if self.active is not None and self.active.on_resume is not None:
             self.active.on_resume()
         self._wake_writers()
-        if self.pipeline and self._is_next():
-            self._next()
+        if self._held:
+            self._held = False
+            if self.pipeline:
+                self._next()
 
     async def written(self) -> None:
         """Wait until the transport's buffer is below its high-water mark, or the connection is lost."""
