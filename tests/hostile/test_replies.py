@@ -107,7 +107,7 @@ async def test_an_answer_without_a_body_needs_no_unpacking(status: int, carrier:
     async def script(seen: Seen, reply: Reply) -> None:
         reply.writer.write(f"HTTP/1.1 {status} X\r\ncontent-encoding: gzip\r\n\r\n".encode())
 
-    async with FakeWorker(script) as worker, gateway(CHAT.pool(worker.url), carrier=carrier) as gate:
+    async with FakeWorker(script) as worker, gateway(CHAT.pool(worker.url), carrier=carrier, profile="off") as gate:
         got = await gate.http.post(CHAT.path, json=CHAT.body())
         assert (got.status_code, got.content) == (status, b"")
         assert not {"content-encoding", "content-length", "transfer-encoding"} & set(got.headers)
