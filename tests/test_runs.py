@@ -297,6 +297,7 @@ class Witness:
 
     def reply(self, status: int, headers: bytes, body: bytes) -> None:
         self.write(body)
+        self.response_complete = True
 
     def start(self, status: int, headers: bytes, length: int | None = None) -> None:
         self.started = True

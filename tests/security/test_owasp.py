@@ -129,9 +129,8 @@ async def test_api4_what_one_client_may_hold_is_bounded() -> None:
         made = [(await gate.http.post("/sessions", json={"identity": str(n)})).status_code for n in range(3)]
         assert made == [201, 201, 503]
         runs = [(await gate.http.post(f"/runs/r{n}{CHAT}", json=chat())).status_code for n in range(4)]
-        assert runs[-1] == 503
-        assert 200 in runs
-        assert len(worker.seen) == runs.count(200)
+        assert runs == [200] * 4
+        assert len(gate.gateway.runs._open) == 2
 
 
 async def test_api5_no_other_key_administers() -> None:
@@ -181,7 +180,7 @@ async def test_api7_a_request_goes_to_configured_replicas_alone() -> None:
                     async with Wire(gate.port) as wire:
                         wire.post(target, chat())
                         assert await wire.head() in (200, 400, 404)
-                assert (await gate.http.post(CHAT, json=chat("lead"), follow_redirects=False)).status_code == 307
+                assert (await gate.http.post(CHAT, json=chat("lead"), follow_redirects=False)).status_code == 502
                 assert {seen.target for seen in worker.seen} == {CHAT}
                 for bad in ("file:///etc/passwd", "gopher://h", "http://u:p@h", "http://h?x", "//h", "http://"):
                     added = await gate.http.post("/admin/pools/policy/replicas", json={"name": "x", "url": bad})
