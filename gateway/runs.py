@@ -212,22 +212,8 @@ class Told:
 
     def hand_over(self, store: MemoryStore, sessions: Sessions) -> None:
         """Let what was read be known: all of it in one turn of the loop."""
-        read, held = self._store, self._sessions
-        store._shelves[self.name] = read._shelves.pop(self.name)
-        store._scopes.update(read._scopes)
-        store._sessions.update(read._sessions)
-        store._weight += read._weight
-        store._fenced |= read._fenced
-        sessions._past[self.name] = held._past.pop(self.name)
-        for key in held._by_key.keys() & sessions._by_key.keys():
-            sessions._by_key[key].key = None
-        sessions._by_key |= held._by_key
-        sessions._sessions |= held._sessions
-        sessions._groups |= held._groups
-        sessions._idle |= held._idle
-        sessions._ended |= held._ended
-        while len(sessions._ended) > sessions._limit:
-            sessions._forget(next(iter(sessions._ended)))
+        store.take_over(self._store)
+        sessions.take_over(self._sessions)
 
     async def _restore(self) -> None:
         self.lost, self.epoch = _restored(self.name, self._folder, self._store, self._sessions, self._wanted)
@@ -348,7 +334,7 @@ class Runs:
                 code="too_many_runs",
                 retry_after=60,
             )
-        used = _used(self._store, self._sessions)
+        used = self._store.busy | self._sessions.busy
         idle = [run for run in self._open.values() if run is not self.own and run.name not in used]
         if not idle:
             raise Busy(
@@ -359,7 +345,6 @@ class Runs:
         run = min(idle, key=lambda run: run.used_at)
         del self._open[run.name]
         run.close()
-        self._sessions._ledgers.pop(run.name, None)
 
     def revive(self, name: str) -> None:
         """Open a run that is there already: what it knew may be asked for before a request counts in it."""
@@ -416,12 +401,6 @@ def _restored(
     if epoch:
         store.fence(name)
     return gaps + lost, epoch
-
-
-def _used(store: MemoryStore, sessions: Sessions) -> set[str]:
-    """Runs in which a request has an index or waits for one, or a session was created and has not ended."""
-    used = {key.run for key, scope in store._scopes.items() if scope.live} | {key.run for key in store._waiters}
-    return used | {run for (run, _), session in sessions._sessions.items() if session.state == "open"}
 
 
 def _chosen(settings: Settings, *, resume: bool, new: bool) -> str:

@@ -434,8 +434,27 @@ class Sessions:
         """Have a file for what is remembered of a run and not needed now."""
         self._past[run] = Entries(Shelf(file), b"", int, int)
 
+    @property
+    def busy(self) -> set[str]:
+        """Runs with a created session that has not ended."""
+        return {run for (run, _), session in self._sessions.items() if session.state == "open"}
+
+    def take_over(self, other: Sessions) -> None:
+        """Know the sessions that others of this process were brought to; those are used no more."""
+        self._past |= other._past
+        for key in other._by_key.keys() & self._by_key.keys():
+            self._by_key[key].key = None
+        self._by_key |= other._by_key
+        self._sessions |= other._sessions
+        self._groups |= other._groups
+        self._idle |= other._idle
+        self._ended |= other._ended
+        while len(self._ended) > self._limit:
+            self._forget(next(iter(self._ended)))
+
     def end_run(self, run: str) -> None:
         """A run is served no more."""
+        self._ledgers.pop(run, None)
         for session in [session for session in self._sessions.values() if session.known.run == run]:
             del self._sessions[session.place]
             self._idle.pop(session, None)

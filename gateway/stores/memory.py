@@ -191,6 +191,19 @@ class MemoryStore:
     async def stop(self) -> None:
         """It has told the ledger everything."""
 
+    @property
+    def busy(self) -> set[str]:
+        """Runs in which a request has an index, or waits for one."""
+        return {key.run for key, scope in self._scopes.items() if scope.live} | {key.run for key in self._waiters}
+
+    def take_over(self, other: MemoryStore) -> None:
+        """Know what another store of this process was brought to; that one is used no more."""
+        self._shelves |= other._shelves
+        self._scopes |= other._scopes
+        self._sessions |= other._sessions
+        self._weight += other._weight
+        self._fenced |= other._fenced
+
     def close(self, run: str) -> None:
         """A run has ended: it is forgotten."""
         for key in [key for key in self._scopes if key.run == run]:
