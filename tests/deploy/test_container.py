@@ -115,12 +115,12 @@ async def services(environment: Path, folder: Path) -> AsyncIterator[int]:
     """The services of docker-compose.yml as processes: each its own command, at ports of this machine. Gives the
     gateway's port when its health check passes."""
     told = together(["docker-compose.yml"], {"DETGATE_WORKERS": "2"})["services"]
-    ports = {name: ports.free() for name in ("policy-0", "policy-1", "reward-0", "redis", "gateway")}
+    taken = {name: ports.free() for name in ("policy-0", "policy-1", "reward-0", "redis", "gateway")}
     config = (ROOT / "deploy" / "compose" / "gateway.yaml").read_text()
-    commands = {"redis": [*told["redis"]["command"], "--port", str(ports["redis"]), "--dir", str(folder)]}
+    commands = {"redis": [*told["redis"]["command"], "--port", str(taken["redis"]), "--dir", str(folder)]}
     for name in ("policy-0", "policy-1", "reward-0"):
-        config = config.replace(f"http://{name}:8000", f"http://127.0.0.1:{ports[name]}")
-        commands[name] = ["detgate", *(str(ports[name]) if word == "8000" else word for word in told[name]["command"])]
+        config = config.replace(f"http://{name}:8000", f"http://127.0.0.1:{taken[name]}")
+        commands[name] = ["detgate", *(str(taken[name]) if word == "8000" else word for word in told[name]["command"])]
     file = folder / "gateway.yaml"
     file.write_text(config)
     service = told["gateway"]
@@ -129,14 +129,14 @@ async def services(environment: Path, folder: Path) -> AsyncIterator[int]:
     variables |= {
         "PATH": f"{environment / 'bin'}:{os.environ['PATH']}",
         "DETGATE_LEDGER__PATH": str(folder / "ledger"),
-        "DETGATE_PORT": str(ports["gateway"]),
-        "DETGATE_STATE": service["environment"]["DETGATE_STATE"].replace("redis:6379", f"127.0.0.1:{ports['redis']}"),
+        "DETGATE_PORT": str(taken["gateway"]),
+        "DETGATE_STATE": service["environment"]["DETGATE_STATE"].replace("redis:6379", f"127.0.0.1:{taken['redis']}"),
     }
     async with AsyncExitStack() as stack:
         for command in commands.values():
             await stack.enter_async_context(started(command, folder, variables))
-        await passing([word.replace(":8000", f":{ports['gateway']}") for word in service["healthcheck"]["test"][1:]])
-        yield ports["gateway"]
+        await passing([word.replace(":8000", f":{taken['gateway']}") for word in service["healthcheck"]["test"][1:]])
+        yield taken["gateway"]
 
 
 async def test_the_services_of_compose_find_each_other(environment: Path, tmp_path: Path) -> None:
