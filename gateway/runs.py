@@ -112,11 +112,12 @@ class Run:
                 "deciding": known.get("deciding", deciding),
             }
             self._write(SHARED if store.shared else OPEN)
-            store.serve(name, self.folder, self.ledger)
-            sessions.serve(name, self.ledger)
-            self.ledger.opened(*lost)
+            # Written before anything lives in it that would outlive a failure.
             if store.gateway is not None:
                 self.ledger.opened({"event": "gateway", "time": time.time(), "run": name, "gateway": store.gateway})
+            self.ledger.opened(*lost)
+            store.serve(name, self.folder, self.ledger)
+            sessions.serve(name, self.ledger)
         except OSError as error:
             self._give_up()
             raise LedgerFault(

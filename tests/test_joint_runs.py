@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from gateway.settings import InvalidSettings
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, pool
 from tests.harness import gateway as whole
-from tests.redis_server import RedisServer
+from tests.redis_server import Front, RedisServer, until
 from tests.test_joint_lanes import gateways
 
 CHAT = "/v1/chat/completions"
@@ -210,3 +211,44 @@ async def test_a_run_stays_with_the_state_it_began_with(first: str, tmp_path: Pa
         with pytest.raises(InvalidSettings, match="state: Run r began with state: "):
             async with whole(pool("policy", worker.url), **settings[second], resume=True):
                 pass
+
+
+BROKEN = {"ledger": "gateway.ledger.writer.Ledger._write", "sessions": "gateway.sessions.Sessions._put_by"}
+
+
+@pytest.mark.parametrize("fails", BROKEN)
+async def test_a_run_that_could_not_be_opened_leaves_nobody_behind_who_would_end_its_requests(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the store is reached anew, each who lives in a run tells what it has: there must be one."""
+    release = asyncio.Event()
+
+    async def held(seen: Seen, reply: Reply) -> None:
+        await release.wait()
+        reply.json(completion())
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with RedisServer() as server, Front(server.port) as front, FakeWorker(held) as worker:
+        given: dict[str, Any] = {"state": front.url, "ledger": {"path": str(tmp_path), "on_error": "fail"}}
+        async with whole(pool("policy", worker.url), run="own", **given) as gate:
+            with monkeypatch.context() as patch:
+                where = {
+                    "ledger": "gateway.ledger.writer.Ledger._write",
+                    "sessions": "gateway.sessions.Sessions._put_by",
+                }
+                patch.setattr(where[fails], full)
+                headers = {"x-session-id": "s", "x-detgate-run": "x"}
+                assert (await gate.http.post(CHAT, json=chat("a"), headers=headers)).status_code == 503
+            first = asyncio.create_task(gate.http.post(CHAT, json=chat("b"), headers=headers))
+            await until(lambda: len(worker.seen) == 1)
+            store: Any = gate.gateway._store
+            before = store.link.generation
+            front.cut()
+            await until(lambda: store.link.generation > before and store.why_down("x") is None)
+            second = asyncio.create_task(gate.http.post(CHAT, json=chat("c"), headers=headers))
+            await until(lambda: len(worker.seen) == 2)
+            release.set()
+            answers = await asyncio.gather(first, second)
+            assert [(a.status_code, a.headers["x-detgate-index"]) for a in answers] == [(200, "0"), (200, "1")]

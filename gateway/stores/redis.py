@@ -171,7 +171,11 @@ class RedisStore:
 
     def serve(self, run: str, folder: Path | None = None, ledger: Ledger | None = None) -> None:
         """Take part in a run, whose ledger is told of claims that other gateways left behind."""
-        self._runs[run] = SharedRun(self, run, folder, ledger)
+        known = self._runs.get(run)
+        if known is not None and known.is_in(folder):
+            known.show(ledger)
+        else:
+            self._runs[run] = SharedRun(self, run, folder, ledger)
 
     def close(self, run: str) -> None:
         """A run's folder is left. `stop` has left the run itself."""
@@ -270,6 +274,17 @@ class SharedRun:
         await stop(self._life)
         self._link.unsubscribe(self._channel, self._wake)
         await self.part.end()
+
+    def is_in(self, folder: Path | None) -> bool:
+        """Whether that is its folder."""
+        return folder is not None and self._folder == folder
+
+    def show(self, ledger: Ledger | None) -> None:
+        """Live again, with another ledger, for those who share the folder."""
+        assert self._folder is not None
+        self._ledger = ledger
+        if self._shown is None:
+            self._shown = deeds.show(self._folder, self._store.terms.gateway)
 
     def hide(self) -> None:
         """Live no more, for those who share the folder."""
