@@ -323,7 +323,7 @@ async def test_what_cannot_be_taken_in_is_passed_over_and_all_loops_go_on(
 
         monkeypatch.setattr(of, name, fails)
 
-    async with RedisServer() as server, desks(server.url, tmp_path, sessions={"idle_seconds": 0.6}) as (one, two):
+    async with RedisServer() as server, desks(server.url, tmp_path, sessions={"idle_seconds": 1.5}) as (one, two):
         await two.create("before")
         failing(two.sessions, "created")
         failing(two.sessions, "_sweep")
@@ -431,7 +431,7 @@ async def test_what_weights_a_group_met_first_holds_wherever_its_members_ask(tmp
 
 
 async def test_a_session_is_idle_only_if_no_gateway_uses_it(tmp_path: Path) -> None:
-    async with RedisServer() as server, desks(server.url, tmp_path, sessions={"idle_seconds": 0.6}) as (one, two):
+    async with RedisServer() as server, desks(server.url, tmp_path, sessions={"idle_seconds": 1.5}) as (one, two):
         _, [used] = await one.create("used")
         _, [idle] = await one.create("idle")
         _, [open_there] = await one.create("open")
@@ -442,7 +442,7 @@ async def test_a_session_is_idle_only_if_no_gateway_uses_it(tmp_path: Path) -> N
                 await asyncio.sleep(0.05)
         assert (await one.find(used)).state == (await one.find(open_there)).state == "open"
         [record] = one.records("session_ended") + two.records("session_ended")
-        assert (record["session"], record["why"]) == ("idle", "idle for 0.6 s")
+        assert (record["session"], record["why"]) == ("idle", "idle for 1.5 s")
         with pytest.raises(Gone):
             await two.find(idle)
 
