@@ -68,8 +68,12 @@ def pool(name: str, engine: str, urls: Sequence[str], **settings: Any) -> dict[s
 
 
 @contextmanager
-def gateway(folder: Path, *pools: dict[str, Any], hash_seed: int = 0, **settings: Any) -> Iterator[Gate]:
-    """Start a gateway, give it once every replica is up, end it on leaving. `hash_seed`: its PYTHONHASHSEED.
+def gateway(
+    folder: Path, *pools: dict[str, Any], hash_seed: int = 0, up: Sequence[str] | None = None, **settings: Any
+) -> Iterator[Gate]:
+    """Start a gateway, give it once every replica is up, or those named `up`; end it on leaving.
+
+    `hash_seed`: its PYTHONHASHSEED.
 
     Raises `NotReady`, and on leaving `AssertionError` where it does not end with status 0.
     """
@@ -90,17 +94,17 @@ def gateway(folder: Path, *pools: dict[str, Any], hash_seed: int = 0, **settings
         )
     gate = Gate(f"http://127.0.0.1:{port}", folder, process)
     try:
-        wait_ready(gate)
+        wait_ready(gate, up)
         yield gate
     finally:
         end(gate)
     assert process.returncode == 0, gate.log()[-4000:]
 
 
-def wait_ready(gate: Gate) -> None:
-    """Poll until every replica of every pool is up."""
+def wait_ready(gate: Gate, up: Sequence[str] | None = None) -> None:
+    """Poll until every replica of every pool is up, or those of these names."""
     deadline = time.monotonic() + READY_SECONDS
-    while not all_up(gate):
+    while not all_up(gate, up):
         if gate.process.poll() is not None:
             raise NotReady(f"ended with {gate.process.returncode}:\n{gate.log()[-4000:]}")
         if time.monotonic() > deadline:
@@ -116,13 +120,13 @@ def wait(holds: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.1)
 
 
-def all_up(gate: Gate) -> bool:
-    """Whether the gateway answers and finds all its replicas up."""
+def all_up(gate: Gate, names: Sequence[str] | None = None) -> bool:
+    """Whether the gateway answers and finds all its replicas up, or those of these names."""
     try:
         told = gate.replicas("/readyz")
     except httpx.TransportError:
         return False
-    return all(replica["state"] == "up" for replica in told.values())
+    return all(replica["state"] == "up" for name, replica in told.items() if names is None or name in names)
 
 
 def end(gate: Gate) -> None:

@@ -462,12 +462,13 @@ class TestAnEngineThatIsNotBatchInvariant:
         with gates.gateway(tmp_path, self.pool(mid)) as gate:
             assert ask(gate, CHAT, chat(model="mid-llm"), {"authorization": "Bearer wrong"}).status_code == 200
 
-    def test_without_its_key_its_401_has_openais_shape(self, mid: Server, tmp_path: Path) -> None:
-        pool = gates.pool("policy", "vllm", [mid.url], models=["mid-llm"])
-        with gates.gateway(tmp_path, pool) as gate, sdk(gate, "s") as client:
-            with pytest.raises(openai.AuthenticationError) as refused:
-                client.chat.completions.create(model="mid-llm", messages=[{"role": "user", "content": "a"}])
-        assert set(refused.value.response.json()["error"]) == {"message", "type", "param", "code"}
+    def test_without_its_key_it_is_down_and_the_gateway_says_why(self, mid: Server, tmp_path: Path) -> None:
+        keyless = gates.pool("keyless", "vllm", [mid.url], models=["mid-llm"])
+        with gates.gateway(tmp_path, self.pool(mid), keyless, up=["policy-0"]) as gate:
+            refused = ask(gate, CHAT, chat(model="mid-llm"), {"x-detgate-pool": "keyless"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_healthy_replica")
+            assert "/v1/models answers 401: it wants a key" in refused.json()["error"]["message"]
+            assert ask(gate, CHAT, chat(model="mid-llm"), {"x-detgate-pool": "policy"}).status_code == 200
 
     def test_tool_calls_stream(self, mid: Server, tmp_path: Path) -> None:
         parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
