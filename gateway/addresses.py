@@ -16,13 +16,14 @@ def check(settings: Settings) -> None:
     """
     if settings.tls.cert is not None:
         Certificate(settings.tls)
-    _check("host", settings.host, "port", settings.port)
+    listens("host", settings.host, "port", settings.port)
     if settings.admin_port is not None:
         key = "host" if settings.admin_host is None else "admin_host"
-        _check(key, settings.admin_host or settings.host, "admin_port", settings.admin_port)
+        listens(key, settings.admin_host or settings.host, "admin_port", settings.admin_port)
 
 
-def _check(of_host: str, host: str, of_port: str, port: int) -> None:
+def listens(of_host: str, host: str, of_port: str, port: int) -> None:
+    """Raises `InvalidSettings` where nobody can listen there. `of_host`, `of_port`: the settings that say where."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:

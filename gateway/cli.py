@@ -95,14 +95,11 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _sim(args: argparse.Namespace) -> int:
-    from gateway import sim
+    from gateway import addresses, sim
 
+    addresses.listens("host", args.host, "port", args.port)
     given = {key: value for key, value in vars(args).items() if key not in ("command", "host", "port")}
-    try:
-        sim.serve(sim.SimSettings(**given), args.host, args.port)
-    except sim.NoListener as error:
-        print(f"detgate: {error}; choose another --port or --host", file=sys.stderr)
-        return 2
+    sim.serve(sim.SimSettings(**given), args.host, args.port)
     return 0
 
 

@@ -76,7 +76,7 @@ class Asked(NamedTuple):
 
 
 class Past(NamedTuple):
-    """A session of a run that has ended, as its ledger tells."""
+    """A session as its ledger tells."""
 
     session: Session
     requests: Requests
@@ -299,9 +299,7 @@ class Desk:
     async def _uncreated(self, asked: Asked) -> dict[str, Any]:
         """A session that nobody created, or that is remembered no more: what the ledger tells of it."""
         folder, _ = self._runs.reading(asked.run)
-        found = await exports.of_session(folder, asked.name, None)
-        session = recalled(asked.run, asked.name, found.life)
-        session.open = found.open
+        session = (await asyncio.to_thread(_past, folder, asked.run, asked.name)).session
         if session.state == "open" and self._sessions.has_ended(asked.run, asked.name):
             session.state = "ended"
         return self._shown(session)

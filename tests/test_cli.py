@@ -289,8 +289,8 @@ def test_sim_says_where_it_cannot_listen(capsys: pytest.CaptureFixture[str]) -> 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["sim", "--engine", "vllm", "--port", str(port)]) == 2
-    why = f"cannot listen on 127.0.0.1:{port}: address already in use"
-    assert capsys.readouterr().err == f"detgate: {why}; choose another --port or --host\n"
+    why = f"port: cannot listen on 127.0.0.1:{port}: address already in use; choose another port"
+    assert capsys.readouterr().err == f"detgate: {why}\n"
 
 
 def wait_until_ready(url: str) -> None:

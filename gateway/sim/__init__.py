@@ -7,7 +7,7 @@ from gateway.sim.app import App, build
 from gateway.sim.engine import Engine
 from gateway.sim.faults import Fault, Faults
 from gateway.sim.records import Counters, Seen
-from gateway.sim.server import NoListener, SimServer, serve
+from gateway.sim.server import SimServer, serve
 from gateway.sim.settings import SimSettings
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "Engine",
     "Fault",
     "Faults",
-    "NoListener",
     "Seen",
     "SimServer",
     "SimSettings",

@@ -106,24 +106,9 @@ class SimServer:
         await self.stop()
 
 
-class NoListener(Exception):
-    """It cannot listen there; the text says why."""
-
-
 def serve(settings: SimSettings, host: str, port: int) -> None:
-    """Serves until the process is told to end. Raises `NoListener`."""
-    _check(host, port)
+    """Serves until the process is told to end."""
     uvicorn.Server(_config(build(settings), settings, host, port, "info")).run()
-
-
-def _check(host: str, port: int) -> None:
-    try:
-        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            with socket.socket(family) as tried:
-                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                tried.bind(address)
-    except OSError as error:
-        raise NoListener(f"cannot listen on {host}:{port}: {str(error.strerror or error).lower()}") from None
 
 
 def _config(
