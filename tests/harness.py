@@ -29,6 +29,7 @@ from gateway.carriers.asgi import Application, DataPlane, Receive, Send
 from gateway.serve import Server
 from gateway.settings import Settings
 from gateway.tasks import start, stop
+from tests import waiting
 
 # A traceback with every local in colour takes a second.
 structlog.configure(
@@ -93,10 +94,7 @@ class Gate:
 
     async def until(self, holds: Callable[[], bool], seconds: float = 5.0) -> None:
         """Wait until a condition of the gateway's own state holds; fails the test if it does not in time."""
-        deadline = asyncio.get_running_loop().time() + seconds
-        while not holds():
-            assert asyncio.get_running_loop().time() < deadline, f"not within {seconds:g} s"
-            await asyncio.sleep(0.005)
+        await waiting.until(holds, seconds)
 
 
 class _Gateway(Gateway):

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -26,14 +26,6 @@ from gateway.tasks import start, stop
 from tests import ports
 
 MISSING = "redis-server is not installed, and these tests want a real one: apt-get install redis-server, or .ci/run"
-
-
-async def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait until a condition holds; fails the test if it does not in time."""
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not holds():
-        assert asyncio.get_running_loop().time() < deadline, f"not within {seconds:g} s"
-        await asyncio.sleep(0.005)
 
 
 class RedisServer:

@@ -22,7 +22,7 @@ from gateway.settings import Settings
 from tests import ports
 from tests.field.clock import jumping
 from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, Wire, chat, completion, delta, gateway, polite, pool
-from tests.redis_server import until
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 URL = "http://replica:1"

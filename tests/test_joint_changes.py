@@ -19,12 +19,13 @@ from gateway.shared import series
 from gateway.tasks import stop
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, pool
 from tests.processes import serving
-from tests.redis_server import Front, RedisServer, until
+from tests.redis_server import Front, RedisServer
 from tests.shared.test_gateways import ready
 from tests.test_joint_lanes import gateways
 from tests.test_sessions import ask, refused
 from tests.test_verdicts import fingerprint, guarantee, report, told
 from tests.test_weights import SGLANG, closed, post
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 

@@ -14,8 +14,9 @@ import pytest
 from gateway.settings import InvalidSettings
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, pool
 from tests.harness import gateway as whole
-from tests.redis_server import Front, RedisServer, until
+from tests.redis_server import Front, RedisServer
 from tests.test_joint_lanes import gateways
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 

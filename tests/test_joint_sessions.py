@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from gateway.shared.scripts import keys
 from gateway.stores.memory import MemoryStore
 from gateway.tasks import start, stop
 from tests.redis_server import Front, RedisServer, linked
+from tests.waiting import until
 
 RUN = "r"
 
@@ -78,12 +79,6 @@ async def desks(
             stack.push_async_callback(stop, sweeping)
             made.append(Desk(sessions, at))
         yield made
-
-
-async def until(holds: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_what_one_created_all_know_by_its_key_and_ids_are_given_once(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from gateway.core import merge
 from tests.harness import DONE, FakeWorker, Gate, Reply, Seen, chat, completion, delta, gateway, pool
-from tests.redis_server import until
+from tests.waiting import until
 
 BIG = 8_000_000
 """Bytes of an answer, more than kernels hold for a connection."""

@@ -107,14 +107,12 @@ async def test_a_certificate_that_is_renewed_is_shown_without_a_restart(tmp_path
         async with client(gate.port, trusting(FIRST)) as http:
             assert (await http.get("/livez")).status_code == 200, "half a pair changes nothing"
         put(SECOND, "key.pem")
-        deadline = asyncio.get_running_loop().time() + 5
-        async with client(gate.port, trusting(SECOND)) as http:
+        async with asyncio.timeout(30), client(gate.port, trusting(SECOND)) as http:
             while True:
                 try:
                     assert (await http.get("/livez")).status_code == 200
                     break
                 except httpx.ConnectError:
-                    assert asyncio.get_running_loop().time() < deadline
                     await asyncio.sleep(0.05)
 
 

@@ -17,9 +17,10 @@ from gateway.shared.part import LostEnd, Memory
 from gateway.stores import ScopeKey
 from gateway.stores.redis import RedisStore
 from gateway.tasks import start, stop
-from tests.redis_server import Front, RedisServer, until
+from tests.redis_server import Front, RedisServer
 from tests.shared.test_scripts import EXAMPLES
 from tests.stores.redis import store, terms
+from tests.waiting import until
 
 LEASE = 1.0
 ME = ScopeKey("run", "session", "me")

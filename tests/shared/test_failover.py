@@ -17,9 +17,10 @@ from gateway.core.errors import Conflict, StoreFault
 from gateway.core.indexing import Ask, Claim
 from gateway.stores import ScopeKey
 from gateway.stores.redis import RedisStore
-from tests.redis_server import Front, RedisServer, until
+from tests.redis_server import Front, RedisServer
 from tests.shared.test_epochs import follow, vanish
 from tests.stores.redis import store, terms
+from tests.waiting import until
 
 ROUNDS = int(os.environ.get("ROUNDS", "3"))
 SESSIONS = 40

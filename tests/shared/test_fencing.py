@@ -13,8 +13,9 @@ import pytest
 from tests import ports
 from tests.harness import FakeWorker, Gate, Reply, Seen, Wire, chat, completion, delta, gateway, pool
 from tests.processes import serving
-from tests.redis_server import Front, RedisServer, until
+from tests.redis_server import Front, RedisServer
 from tests.shared.test_gateways import CHAT, SHORT, ask, gateways, index, ready
+from tests.waiting import until
 
 
 class FirstHeld:

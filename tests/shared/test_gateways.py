@@ -16,8 +16,9 @@ from gateway.core.indexing import Ask
 from gateway.settings import InvalidSettings
 from gateway.stores import ScopeKey
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
-from tests.redis_server import Front, RedisServer, until
+from tests.redis_server import Front, RedisServer
 from tests.stores.redis import store
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 SLOW = {"gateway": 2.0, "store": 0.5, "settle": 0.5}

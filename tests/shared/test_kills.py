@@ -20,7 +20,8 @@ import httpx
 
 from tests.harness import FakeWorker, Reply, Seen, chat, completion
 from tests.processes import Process, serving
-from tests.redis_server import RedisServer, until
+from tests.redis_server import RedisServer
+from tests.waiting import until
 
 ROUNDS = int(os.environ.get("ROUNDS", "2"))
 GATEWAYS, CLIENTS, PAUSE = 3, 8, 0.03

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -19,6 +19,7 @@ from gateway.shared.lanes import Claim, Places
 from gateway.shared.link import Link
 from gateway.tasks import start, stop
 from tests.redis_server import Front, RedisServer, linked
+from tests.waiting import until
 
 LEASE = 0.4
 
@@ -40,12 +41,6 @@ async def places(
         if keeping is not None:
             await stop(keeping)
         await made.close()
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ import pytest
 from gateway.shared.part import Terms
 from gateway.shared.series import Made, Said, Series, Wanted
 from gateway.tasks import stop
-from tests.redis_server import Front, RedisServer, until
+from tests.redis_server import Front, RedisServer
 from tests.stores.redis import store, terms
+from tests.waiting import until
 
 LEASE = 1.0
 
