@@ -8,24 +8,26 @@ were tried.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from hashlib import blake2b
 
 from gateway.core.seeds import framed
 
+SCORE_BYTES = 8
+"""How much of a digest is a score."""
+
 
 def score(key: str, name: str) -> int:
     """The first 8 bytes, big-endian, of BLAKE2b-512 of key and name in UTF-8, framed as in `gateway.core.seeds`."""
-    return int.from_bytes(_score(blake2b(framed(key.encode())), name))
+    return int.from_bytes(_scores(key, [name])[name][:SCORE_BYTES])
 
 
 def best(key: str, names: Collection[str]) -> str:
     """The name with the highest score; of equal scores the greater name. Raises `ValueError` where there is none."""
     if len(names) == 1:
         return next(iter(names))
-    keyed = blake2b(framed(key.encode()))
-    return max([(_score(keyed, name), name) for name in names])[1]
+    return max(names, key=_scores(key, names).__getitem__)
 
 
 def candidates(loads: Mapping[str, int], slack: float) -> list[str]:
@@ -42,19 +44,25 @@ def choose(key: str, loads: Mapping[str, int], slack: float) -> str:
 def ranked(key: str, loads: Mapping[str, int], slack: float) -> list[str]:
     """All candidates for a key, the one that `choose` gives first: each would be next without those before it."""
     names = candidates(loads, slack)
-    if len(names) == 1:
-        return names
-    keyed = blake2b(framed(key.encode()))
-    scored = sorted([(_score(keyed, name), name) for name in names], reverse=True)
-    return [name for _, name in scored]
+    if len(names) > 1:
+        names.sort(key=_scores(key, names).__getitem__, reverse=True)
+    return names
+
+
+def _scores(key: str, names: Iterable[str]) -> dict[str, bytes]:
+    """What each name ranks by: its score and, should two be equal, the name behind it, whose UTF-8 sorts as it does."""
+    copy = blake2b(framed(key.encode())).copy
+    scores = {}
+    for name in names:
+        encoded, hashed = _encoded(name)
+        whole = copy()
+        whole.update(hashed)
+        scores[name] = whole.digest()[:SCORE_BYTES] + encoded
+    return scores
 
 
 @lru_cache(maxsize=4096)
-def _framed_name(name: str) -> bytes:
-    return framed(name.encode())
-
-
-def _score(keyed: blake2b, name: str) -> bytes:
-    whole = keyed.copy()
-    whole.update(_framed_name(name))
-    return whole.digest()[:8]
+def _encoded(name: str) -> tuple[bytes, bytes]:
+    """A name in UTF-8, and as it is hashed."""
+    encoded = name.encode()
+    return encoded, framed(encoded)

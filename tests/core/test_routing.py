@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core import routing
-from gateway.core.routing import best, candidates, choose, score
+from gateway.core.routing import best, candidates, choose, ranked, score
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "routing.json"
 
@@ -140,8 +140,18 @@ def test_neighbouring_keys_are_not_sent_in_turn() -> None:
 @given(st.permutations(POLICY))
 def test_equal_scores_fall_back_to_the_name(order: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing, "_score", lambda keyed, name: b"\0" * 8)
+        patch.setattr(routing, "SCORE_BYTES", 0)
         assert best("key", order) == "policy-3"
+        assert ranked("key", dict.fromkeys(order, 0), 0) == sorted(POLICY, reverse=True)
+
+
+@given(keys, fleets, slacks)
+def test_the_order_is_that_in_which_they_would_be_chosen(key: str, loads: dict[str, int], slack: float) -> None:
+    left = list(candidates(loads, slack))
+    for name in ranked(key, loads, slack):
+        assert name == best(key, left)
+        left.remove(name)
+    assert left == []
 
 
 def test_where_nothing_is_there_nothing_can_be_chosen() -> None:
