@@ -13,6 +13,7 @@ from functools import partial
 from gateway.core.errors import StoreFault
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.lanes import Lane, Place
+from gateway.questions import ask
 from gateway.sending import Sending
 from gateway.tasks import start
 from gateway.upstream import Broken
@@ -110,32 +111,18 @@ class Departures:
         if pool.engine.LOAD is None:
             return None
         try:
-            return pool.engine.running(await self._ask(replica, "GET", pool.engine.LOAD))
+            told = await ask(replica.connections, replica.head, pool.engine.LOAD, ASK_SECONDS)
         except Broken as error:
             if error.blame != "refused":
                 return None
             replica.failed(error.blame, error.reason)
             return 0.0
+        return pool.engine.running(told.text)
 
     async def abort(self, sending: Sending) -> None:
         """Name a request to an engine that ends what is named; a closed connection it may be slow to see."""
         abort = sending.job.pool.engine.ABORT
         if abort is not None:
-            path, body = abort
+            (path, body), replica = abort, sending.replica
             with suppress(Broken):
-                await self._ask(sending.replica, "POST", path, body(sending.engine_id))
-
-    async def _ask(self, replica: Replica, method: str, path: str, body: bytes = b"") -> str:
-        """What a replica answers to a question of the gateway's own. Raises `Broken`, also when it takes too long."""
-        head = f"{method} {replica.connections.address.prefix}{path} HTTP/1.1\r\n".encode() + replica.head
-        if body:
-            head += b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
-        exchange = await replica.connections.send(head + b"\r\n", body)
-        try:
-            async with asyncio.timeout(ASK_SECONDS):
-                await exchange.finished()
-        except TimeoutError:
-            raise Broken(f"no answer within {ASK_SECONDS:g} s", "send", timeout=True) from None
-        finally:
-            exchange.abort()
-        return exchange.body.decode(errors="replace")
+                await ask(replica.connections, replica.head, path, ASK_SECONDS, "POST", body(sending.engine_id))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import ssl
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
-import httpx
 import structlog
 
 from gateway.core import exposition
@@ -20,17 +19,15 @@ from gateway.findings import Told
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.introductions import introduce
 from gateway.passes import Passes, Verdict
-from gateway.settings import ReplicaTls, Settings
+from gateway.questions import Ask, ask
+from gateway.settings import Settings
 from gateway.tasks import start, stop
-from gateway.upstream import absent, trust
+from gateway.upstream import Broken, Connections
 
 log = structlog.get_logger("detgate.health")
 
 LONGEST_PAUSE = 10.0
 """Seconds between two probes of a replica that has been down for long."""
-
-WRAPPINGS = 10
-"""Errors within errors that are looked into for the system's own."""
 
 CONFIRM_SECONDS = 0.1
 """Seconds after which a replica that seems to have others' requests is asked again."""
@@ -67,24 +64,23 @@ class Health:
         self._settings = settings.health
         self._watching: dict[Replica, asyncio.Task[None]] = {}
         self._watches: dict[Replica, Watch] = {}
-        self._trust: dict[ReplicaTls, ssl.SSLContext] | None = None
-        """What is believed, for each way that replicas are believed by; None while nothing is probed."""
+        self._running = False
         self.probed = asyncio.Event()
         """Every replica was probed once."""
 
     async def run(self) -> None:
         """Probe for ever."""
-        self._trust = {way: trust(way) for way in {pool.settings.tls for pool in self._fleet}}
+        self._running = True
         self.sync()
         try:
             await asyncio.Event().wait()
         finally:
-            self._trust = None
+            self._running = False
             await stop(*self._watching.values())
 
     def sync(self) -> None:
         """Watch the replicas that there are now, and no others."""
-        if self._trust is None:
+        if not self._running:
             return
         present = {replica: pool for pool in self._fleet for replica in pool.replicas.values()}
         for replica in self._watching.keys() - present:
@@ -94,27 +90,28 @@ class Health:
             self._met_before.discard(replica)
         for replica, pool in present.items():
             if replica not in self._watching:
-                watching = self._watch(self._trust[pool.settings.tls], pool, replica)
-                self._watching[replica] = start(watching, f"probe {replica.name}")
+                self._watching[replica] = start(self._watch(pool, replica), f"probe {replica.name}")
 
-    async def _watch(self, believed: ssl.SSLContext, pool: Pool, replica: Replica) -> None:
-        # A client of its own: at each request a client looks through all that it has under way.
-        limits = httpx.Limits(max_keepalive_connections=0)
-        async with httpx.AsyncClient(timeout=self._settings.timeout, limits=limits, verify=believed) as http:
-            pause = self._settings.interval
-            while True:
-                await self.probe(http, pool, replica)
-                pause = self._settings.interval if replica.state == "up" else min(pause * 1.5, LONGEST_PAUSE)
-                await asyncio.sleep(pause)
+    async def _watch(self, pool: Pool, replica: Replica) -> None:
+        pause = self._settings.interval
+        while True:
+            await self.probe(pool, replica)
+            pause = self._settings.interval if replica.state == "up" else min(pause * 1.5, LONGEST_PAUSE)
+            await asyncio.sleep(pause)
 
-    async def probe(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
+    async def probe(self, pool: Pool, replica: Replica) -> None:
         """Ask once, and note what comes of it. What no reader of its answers foresaw counts against the replica."""
         refusals, before = replica.refusals, replica.told
+        # Each time by a new connection: whether one can be had is what is asked first.
+        seconds = self._settings.timeout
+        connections = Connections(replica.url, connect_seconds=seconds, tls=pool.settings.tls)
         try:
-            outcome, reason = await self._met(http, pool, replica)
+            outcome, reason = await self._met(partial(ask, connections, replica.head, seconds=seconds), pool, replica)
             self.judge(pool, replica, before)
         except Exception as error:
             outcome, reason = "bad", f"what it tells cannot be read: {type(error).__name__}"
+        finally:
+            connections.close()
         if outcome == "ok" and replica.refusals != refusals:
             return  # it ended after it had answered: this pass is of before
         if replica.probed(outcome, reason):
@@ -122,17 +119,17 @@ class Health:
         if not self.probed.is_set() and all(each.state != "unknown" for each in self._fleet.replicas):
             self.probed.set()
 
-    async def _met(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> tuple[Outcome, str]:
+    async def _met(self, ask: Ask, pool: Pool, replica: Replica) -> tuple[Outcome, str]:
         """Ask whether it lives, and what it is and does if that is to be known."""
-        outcome, reason = await self._ask(http, pool, replica)
+        outcome, reason = await self._lives(ask, pool, replica)
         if outcome == "ok" and (replica.models is None or replica.state != "up" or not replica.known):
-            refusal = await self._introduce(http, pool, replica)
+            refusal = await self._introduce(ask, pool, replica)
             if refusal:
                 outcome, reason = "bad", refusal
         if outcome == "ok" and pool.role == "reward":
-            await self._look_for_strangers(http, pool, replica)
+            await self._look_for_strangers(ask, pool, replica)
         elif outcome == "ok" and pool.engine.PREEMPTIONS is not None:
-            await self._look_for_preemptions(http, pool, replica, *pool.engine.PREEMPTIONS)
+            await self._look_for_preemptions(ask, pool, replica, *pool.engine.PREEMPTIONS)
         return outcome, reason
 
     def note(self, pool: Pool, replica: Replica, verdict: Verdict) -> None:
@@ -164,13 +161,11 @@ class Health:
             self._warned.add(key)
             log.warning(finding.text, pool=pool.name, replica=finding.replica, finding=finding.id, mend=finding.mend)
 
-    async def _look_for_preemptions(
-        self, http: httpx.AsyncClient, pool: Pool, replica: Replica, route: str, series: str
-    ) -> None:
+    async def _look_for_preemptions(self, ask: Ask, pool: Pool, replica: Replica, route: str, series: str) -> None:
         """See whether the engine put requests back since it was last asked."""
         try:
             async with asyncio.timeout(METRICS_SECONDS):
-                count = exposition.total(await _text(http, pool, replica, route), (series,))
+                count = exposition.total(await _text(ask, route), (series,))
         except TimeoutError:
             return
         now = asyncio.get_running_loop().time()
@@ -188,29 +183,29 @@ class Health:
         if self._note is not None and not self._off:
             self._note(what, pool, replica, particulars)
 
-    async def _look_for_strangers(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
+    async def _look_for_strangers(self, ask: Ask, pool: Pool, replica: Replica) -> None:
         """See whether the engine has more requests than ours, or had since the last look.
 
         What it has now is asked twice before anything else is said of it than before: it may count one that has ended,
         and not yet count one that was sent.
         """
-        others = await self._others(http, pool, replica)
+        others = await self._others(ask, pool, replica)
         if others == ("none" if replica.foreign else "now"):
             await asyncio.sleep(CONFIRM_SECONDS)
-            others = await self._others(http, pool, replica)
+            others = await self._others(ask, pool, replica)
         if others == "none":
             replica.foreign = False
         elif others != "unsure" and not replica.foreign:
             log.warning("foreign traffic", pool=pool.name, replica=replica.name)
             replica.foreign = True
 
-    async def _others(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> Others:
+    async def _others(self, ask: Ask, pool: Pool, replica: Replica) -> Others:
         """Whether others' requests are in the engine, or were since the last look."""
         if pool.engine.LOAD is None:
             return "none"
         replica.most_inside = replica.inside
         before = await self._tally(pool, replica)
-        told = await _text(http, pool, replica, pool.engine.LOAD)
+        told = await _text(ask, pool.engine.LOAD)
         if pool.engine.PREFIX_CACHE is not None:
             self._note_cache(pool, replica, exposition.label(told, *pool.engine.PREFIX_CACHE))
         after = await self._tally(pool, replica)
@@ -243,26 +238,22 @@ class Health:
         if told is not None:
             replica.facts = dataclasses.replace(replica.facts, prefix_cache=told.lower() in ("true", "1"))
 
-    async def _ask(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> tuple[Outcome, str]:
-        since = asyncio.get_running_loop().time()
+    async def _lives(self, ask: Ask, pool: Pool, replica: Replica) -> tuple[Outcome, str]:
+        since, route = asyncio.get_running_loop().time(), pool.engine.PROBE
         try:
-            answer = await http.get(replica.url + pool.engine.PROBE, headers=_key(pool))
-        except httpx.TimeoutException:
-            late = f"{pool.engine.PROBE} did not answer within {self._settings.timeout:g} s"
-            if replica.connections.heard >= since:
-                return "busy", f"{late}, but answers come"
-            return "slow", late
-        except httpx.ConnectError as error:
-            return "refused" if _refused(error) else "bad", f"no connection: {error}"
-        except httpx.HTTPError as error:
-            return "bad", f"{pool.engine.PROBE} broke off: {str(error) or type(error).__name__}"
-        if answer.is_success:
+            answer = await ask(route)
+        except Broken as error:
+            if error.timeout and replica.connections.heard >= since:
+                return "busy", f"{route}: {error.reason}, but answers come"
+            outcome: Outcome = "slow" if error.timeout else "refused" if error.blame == "refused" else "bad"
+            return outcome, f"{route}: {error.reason}"
+        if answer.good:
             return "ok", "answers its probe"
-        return "bad", f"{pool.engine.PROBE} answers {answer.status_code}"
+        return "bad", f"{route} answers {answer.status}"
 
-    async def _introduce(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> str:
+    async def _introduce(self, ask: Ask, pool: Pool, replica: Replica) -> str:
         """Learn what a replica that came up is. Why it would answer no request; "": nothing is known against it."""
-        said = await introduce(http, replica.url, _key(pool), pool.engine)
+        said = await introduce(ask, pool.engine)
         replica.models = said.models
         replica.known = said.whole
         if said.whole or not replica.fingerprint:
@@ -285,25 +276,9 @@ class Health:
         self._tell("fingerprint", pool, replica, before=before, **told)
 
 
-def _refused(error: BaseException | None) -> bool:
-    """Whether a connection failed because no server is there: the HTTP library wraps what the system said."""
-    for _ in range(WRAPPINGS):
-        if isinstance(error, BaseExceptionGroup):
-            return all(map(_refused, error.exceptions))
-        if error is None or absent(error):
-            return error is not None
-        error = error.__cause__ or error.__context__
-    return False
-
-
-async def _text(http: httpx.AsyncClient, pool: Pool, replica: Replica, route: str) -> str:
+async def _text(ask: Ask, route: str) -> str:
     try:
-        answer = await http.get(replica.url + route, headers=_key(pool))
-    except httpx.HTTPError:
+        answer = await ask(route)
+    except Broken:
         return ""
-    return answer.content.decode("utf-8", "replace") if answer.is_success else ""
-
-
-def _key(pool: Pool) -> dict[str, str]:
-    key = pool.settings.api_key
-    return {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
+    return answer.text if answer.good else ""

@@ -6,12 +6,13 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import orjson
 
 from gateway.core.fingerprint import fingerprint
 from gateway.core.types import Facts
 from gateway.engines import Engine
+from gateway.questions import Answered, Ask
+from gateway.upstream import Broken
 
 MODELS = "/v1/models"
 
@@ -38,12 +39,12 @@ class Introduction:
         return fingerprint(self.facts, [model["id"] for model in self.models or ()])
 
 
-async def introduce(http: httpx.AsyncClient, url: str, key: dict[str, str], engine: Engine) -> Introduction:
-    """Ask the server at `url` all that its engine's file lists. `key`: the headers that it wants."""
+async def introduce(ask: Ask, engine: Engine) -> Introduction:
+    """Ask a server all that its engine's file lists."""
     routes = (MODELS, *engine.ASKS)
-    answers = dict(zip(routes, await asyncio.gather(*(_ask(http, url + route, key) for route in routes)), strict=True))
+    answers = dict(zip(routes, await asyncio.gather(*(_answer(ask, route) for route in routes)), strict=True))
     told = {
-        route: _read(answer.content) if answer.is_success else answer.status_code
+        route: _read(answer.body) if answer.good else answer.status
         for route, answer in answers.items()
         if answer is not None
     }
@@ -54,16 +55,16 @@ async def introduce(http: httpx.AsyncClient, url: str, key: dict[str, str], engi
         [model for model in data if isinstance(model, dict) and isinstance(model.get("id"), str)]
         if isinstance(data, list)
         else None,
-        all(answer is not None and answer.status_code < 500 for answer in answers.values()),
+        all(answer is not None and answer.status < 500 for answer in answers.values()),
         any(answer is not None for answer in answers.values()),
         f"{MODELS} answers 401: it wants a key, or another (pools[].api_key)" if models == 401 else "",
     )
 
 
-async def _ask(http: httpx.AsyncClient, url: str, key: dict[str, str]) -> httpx.Response | None:
+async def _answer(ask: Ask, route: str) -> Answered | None:
     try:
-        return await http.get(url, headers=key)
-    except httpx.HTTPError:
+        return await ask(route)
+    except Broken:
         return None
 
 

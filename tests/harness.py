@@ -420,6 +420,8 @@ class FakeWorker:
         self._backlog = backlog
         self._fillers: list[socket.socket] = []
         self.connections = 0
+        self.open = 0
+        """Connections that are open now."""
         self.running = 0
         """Requests that the script has not left yet."""
         self.expired = 0
@@ -465,6 +467,7 @@ class FakeWorker:
         assert task is not None
         self._tasks.add(task)
         self.connections += 1
+        self.open += 1
         number = self.connections
         try:
             while await self._one(reader, writer, number):
@@ -473,6 +476,7 @@ class FakeWorker:
             pass
         finally:
             self._tasks.discard(task)
+            self.open -= 1
             writer.close()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> bool:

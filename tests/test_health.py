@@ -9,31 +9,44 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import respx
 from structlog.testing import capture_logs
 
+from gateway import health
 from gateway.core.vitals import Outcome
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.health import LONGEST_PAUSE, Health
 from gateway.passes import Verdict
+from gateway.questions import Answered
 from gateway.settings import Settings
-from tests import ports
+from gateway.upstream import Broken, Connections
 from tests.field.clock import jumping
-from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, Wire, chat, completion, delta, gateway, polite, pool
+from tests.harness import (
+    MODEL,
+    FakeWorker,
+    Gate,
+    Reply,
+    Script,
+    Seen,
+    Wire,
+    chat,
+    completion,
+    delta,
+    gateway,
+    polite,
+    pool,
+)
 from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
-URL = "http://replica:1"
 PROBES = {"vllm": "/health", "sglang": "/ready", "openai": "/v1/models"}
 UNWATCHED = {"interval": 3600.0}
 
 
 class Probed:
-    """A pool of one replica that respx plays, or that is at `url`, and what probes it."""
+    """A pool of one replica, and what probes it."""
 
-    def __init__(self, url: str = URL, **settings: Any) -> None:
+    def __init__(self, url: str, **settings: Any) -> None:
         health = {"interval": 2.0, "timeout": 10.0} | settings.pop("health", {})
         loaded = Settings.load(None, {}, {"pools": [pool("policy", url, **settings)], "health": health})
         self.fleet = Fleet(loaded)
@@ -51,10 +64,31 @@ class Probed:
     def state(self) -> str:
         return self.replica.state
 
-    async def probe(self, times: int = 1, transport: httpx.MockTransport | None = None) -> None:
-        async with httpx.AsyncClient(transport=transport) as http:
-            for _ in range(times):
-                await self.health.probe(http, self.pool, self.replica)
+    async def probe(self, times: int = 1) -> None:
+        for _ in range(times):
+            await self.health.probe(self.pool, self.replica)
+
+
+class Engine(FakeWorker):
+    """An engine that answers each probe as `answers` says: by a status and a body, or by a script. The rest is 404."""
+
+    def __init__(self, **answers: Any) -> None:
+        super().__init__(probes=self._play)
+        self.answers: dict[str, tuple[int, str] | Script] = {f"/{route}": told for route, told in answers.items()}
+        self.asked: list[Seen] = []
+
+    async def _play(self, seen: Seen, reply: Reply) -> None:
+        self.asked.append(seen)
+        answer = self.answers.get(seen.target, (404, ""))
+        if callable(answer):
+            await answer(seen, reply)
+        else:
+            status, body = answer
+            reply.head(status, ("content-type", "application/json"), length=len(body))
+            reply.writer.write(body.encode())
+
+
+OK = (200, "{}")
 
 
 # --- one probe
@@ -63,13 +97,15 @@ class Probed:
 @pytest.mark.parametrize("engine", PROBES)
 @pytest.mark.parametrize("role", ["generate", "reward"])
 async def test_probes_generate_nothing_and_carry_the_replicas_own_key(engine: str, role: str) -> None:
-    subject = Probed(engine=engine, role=role, api_key="replica-key")
-    with respx.mock(base_url=URL, assert_all_called=False) as engine_routes:
-        every = engine_routes.route().respond(200, json={"data": [{"id": MODEL}]})
-        await subject.probe(3)
-    asked = [call.request for call in every.calls]
-    assert asked[0].url.path == PROBES[engine]
-    assert {request.method for request in asked} == {"GET"}
+    asked: list[Seen] = []
+
+    async def note(seen: Seen, reply: Reply) -> None:
+        asked.append(seen)
+        reply.json({"data": [{"id": MODEL}]})
+
+    async with FakeWorker(probes=note) as worker:
+        await Probed(worker.url, engine=engine, role=role, api_key="replica-key").probe(3)
+    assert asked[0].target == PROBES[engine]
     told = {
         "/v1/models",
         "/v1/chat/completions",
@@ -81,106 +117,107 @@ async def test_probes_generate_nothing_and_carry_the_replicas_own_key(engine: st
         "/v1/loads",
     }
     told.add("/detgate/processes")
-    assert {request.url.path for request in asked} <= {PROBES[engine], *told}
-    assert {request.headers["authorization"] for request in asked} == {"Bearer replica-key"}
-    assert all(request.content == b"" for request in asked)
+    assert {seen.target.partition("?")[0] for seen in asked} <= {PROBES[engine], *told}
+    assert {seen.header("authorization") for seen in asked} == {"Bearer replica-key"}
+    assert all(seen.body == b"" for seen in asked)
+    assert worker.seen == [], "they are questions"
 
 
 async def test_a_replica_without_a_key_gets_none() -> None:
-    subject = Probed()
-    with respx.mock(base_url=URL, assert_all_called=False) as engine:
-        every = engine.route().respond(200, json={})
+    async with Engine(health=OK) as engine:
+        await Probed(engine.url).probe()
+    assert len(engine.asked) > 1
+    assert not any(seen.header("authorization") for seen in engine.asked)
+
+
+async def hangs(seen: Seen, reply: Reply) -> None:
+    await reply.gone()
+
+
+async def breaks(seen: Seen, reply: Reply) -> None:
+    reply.reset()
+
+
+async def stops(seen: Seen, reply: Reply) -> None:
+    """In mid-answer."""
+    reply.head(200, length=10)
+    await reply.gone()
+
+
+async def has_no_end(seen: Seen, reply: Reply) -> None:
+    reply.head(200)
+    for _ in range(65):
+        reply.chunk(b"x" * (1 << 18))
+        await reply.writer.drain()
+    await reply.gone()
+
+
+@pytest.mark.parametrize("health", [hangs, breaks, stops, has_no_end, (500, ""), (503, ""), (401, "")])
+async def test_a_bad_answer_takes_three(health: Any) -> None:
+    async with Engine(health=OK) as engine:
+        subject = Probed(engine.url, health={"timeout": 0.5})
         await subject.probe()
-    assert not any("authorization" in call.request.headers for call in every.calls)
-
-
-def refused() -> httpx.ConnectError:
-    """As httpx says it: wrapped, from what the system said."""
-    error = httpx.ConnectError("All connection attempts failed")
-    error.__cause__ = OSError("All connection attempts failed")
-    error.__cause__.__cause__ = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
-    return error
-
-
-def refused_everywhere() -> httpx.ConnectError:
-    error = httpx.ConnectError("All connection attempts failed")
-    error.__cause__ = ExceptionGroup("both", [ConnectionRefusedError(), ConnectionRefusedError()])
-    return error
-
-
-def nowhere() -> httpx.ConnectError:
-    error = httpx.ConnectError("Name or service not known")
-    error.__cause__ = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-    return error
-
-
-def nobody_to_ask() -> httpx.ConnectError:
-    error = httpx.ConnectError("Temporary failure in name resolution")
-    error.__cause__ = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
-    return error
-
-
-def no_files() -> httpx.ConnectError:
-    error = httpx.ConnectError("Too many open files")
-    error.__cause__ = OSError(errno.EMFILE, "Too many open files")
-    return error
-
-
-def answering(health: Exception | httpx.Response) -> httpx.MockTransport:
-    """A replica. respx would put errors of its own between these and what they were made from."""
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path != "/health":
-            return httpx.Response(200, json={})
-        if isinstance(health, Exception):
-            raise health
-        return health
-
-    return httpx.MockTransport(answer)
-
-
-GOOD = answering(httpx.Response(200))
+        assert subject.state == "up"
+        engine.answers["/health"] = health
+        await subject.probe(2)
+        assert subject.state == "up"
+        await subject.probe()
+        assert subject.state == "down"
+        assert "/health" in subject.replica.reason
+        engine.answers["/health"] = OK
+        await subject.probe()
+        assert subject.state == "down"
+        await subject.probe()
+        assert subject.state == "up"
 
 
 @pytest.mark.parametrize(
-    ("health", "needed"),
+    ("error", "needed"),
     [
-        (refused(), 1),
-        (refused_everywhere(), 1),
-        (nowhere(), 1),
-        (nobody_to_ask(), 3),
-        (no_files(), 3),
-        (httpx.ReadTimeout("slow"), 3),
-        (httpx.ConnectTimeout("slow"), 3),
-        (httpx.RemoteProtocolError("Server disconnected"), 3),
-        (httpx.Response(500), 3),
-        (httpx.Response(503), 3),
-        (httpx.Response(401), 3),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), 1),
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), 1),
+        (socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"), 3),
+        (OSError(errno.EMFILE, "Too many open files"), 3),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), 3),
+        (TimeoutError(), 3),
     ],
     ids=repr,
 )
 async def test_a_refused_connection_or_an_unknown_name_is_proof_and_anything_else_takes_three(
-    health: Exception | httpx.Response, needed: int
+    error: OSError, needed: int
 ) -> None:
-    subject = Probed()
-    await subject.probe(transport=GOOD)
-    assert subject.state == "up"
-    await subject.probe(needed - 1, answering(health))
-    assert subject.state == "up"
-    await subject.probe(1, answering(health))
-    assert subject.state == "down"
-    assert "/health" in subject.replica.reason or "no connection" in subject.replica.reason
-    await subject.probe(1, GOOD)
-    assert subject.state == "down"
-    await subject.probe(1, GOOD)
-    assert subject.state == "up"
+    async with Engine(health=OK) as engine:
+        subject = Probed(engine.url)
+        await subject.probe()
+        with pytest.MonkeyPatch.context() as patch:
+
+            async def failing(*asked: Any, **how: Any) -> None:
+                raise error
+
+            patch.setattr(asyncio.get_running_loop(), "create_connection", failing)
+            await subject.probe(needed - 1)
+            assert subject.state == "up"
+            await subject.probe()
+            assert subject.state == "down"
+            assert "connect" in subject.replica.reason
+        await subject.probe(2)
+        assert subject.state == "up"
+
+
+async def test_each_probe_has_a_connection_of_its_own_and_leaves_none() -> None:
+    """A connection that was kept would not show that nobody listens any more, and may close as it is used."""
+    async with Engine(health=OK) as engine:
+        subject = Probed(engine.url)
+        await subject.probe(3)
+        assert len({seen.connection for seen in engine.asked if seen.target == "/health"}) == 3
+        await until(lambda: engine.open == 0)
 
 
 async def test_a_port_that_nobody_listens_on_any_more_is_proof() -> None:
-    """Whatever the HTTP library makes of what the system said."""
-    subject = Probed(f"http://127.0.0.1:{ports.free()}")
-    await subject.probe(transport=GOOD)
-    assert subject.state == "up"
+    async with Engine(health=OK) as engine:
+        subject = Probed(engine.url)
+        await subject.probe()
+        assert subject.state == "up"
     await subject.probe()
     assert subject.state == "down"
 
@@ -266,109 +303,108 @@ async def warned(wanted: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 async def test_a_late_probe_is_no_failure_while_answers_come() -> None:
-    subject = Probed()
-    with respx.mock(base_url=URL) as engine:
-        engine.get("/v1/models").respond(200, json={})
-        health = engine.get("/health").respond(200)
-        engine.route().respond(404)
+    async with Engine(health=OK) as engine:
+        subject = Probed(engine.url, health={"timeout": 0.05})
         await subject.probe()
 
-        def late(request: httpx.Request) -> httpx.Response:
+        async def late(seen: Seen, reply: Reply) -> None:
             subject.replica.connections.heard = asyncio.get_running_loop().time()
-            raise httpx.ReadTimeout("slow", request=request)
+            await reply.gone()
 
-        health.mock(side_effect=late)
+        engine.answers["/health"] = late
         await subject.probe(10)
         assert subject.state == "up"
         assert "but answers come" in subject.replica.reason
-        health.mock(side_effect=httpx.ReadTimeout("slow"))
+        engine.answers["/health"] = hangs
         await subject.probe(3)
         assert subject.state == "down"
 
 
 async def test_a_pass_of_before_it_refused_is_none() -> None:
     """A server that ends after it answered its probe, and refuses a request before that is judged, is down."""
-    subject = Probed(health={"successes": 1})
-    with respx.mock(base_url=URL) as engine:
-        engine.get("/health").respond(200)
-        models = engine.get("/v1/models").respond(200, json={})
-        engine.route().respond(404)
+    async with Engine(health=OK) as engine:
+        engine.answers["/v1/models"] = OK
+        subject = Probed(engine.url, health={"successes": 1})
         await subject.probe()
         subject.replica.failed("refused", "no server listens")
         assert subject.state == "down"
 
-        def ends(request: httpx.Request) -> httpx.Response:
+        async def ends(seen: Seen, reply: Reply) -> None:
             subject.replica.failed("refused", "no server listens")
-            return httpx.Response(200, json={})
+            reply.json({})
 
-        models.mock(side_effect=ends)
+        engine.answers["/v1/models"] = ends
         await subject.probe()
         assert subject.state == "down"
-        models.respond(200, json={})
+        engine.answers["/v1/models"] = OK
         await subject.probe()
         assert subject.state == "up"
 
 
 async def test_a_replica_is_asked_what_it_is_when_it_comes_up() -> None:
-    subject = Probed(engine="sglang", models=[])
-    with respx.mock(base_url=URL) as engine:
-        engine.get("/ready").mock(side_effect=[httpx.Response(500), *[httpx.Response(200)] * 3])
-        models = engine.get("/v1/models").respond(200, json={"data": [{"id": "m"}]})
-        engine.get("/server_info").respond(200, json={"enable_deterministic_inference": True})
-        engine.get("/model_info").respond(200, json={"is_generation": True})
+    async with Engine(ready=(500, ""), server_info=(200, '{"enable_deterministic_inference": true}')) as engine:
+        engine.answers |= {
+            "/model_info": (200, '{"is_generation": true}'),
+            "/v1/models": (200, '{"data": [{"id": "m"}]}'),
+        }
+
+        def introductions() -> int:
+            return [seen.target for seen in engine.asked].count("/v1/models")
+
+        subject = Probed(engine.url, engine="sglang", models=[])
         await subject.probe()
-        assert not models.called
+        assert introductions() == 0
         assert subject.replica.facts.deterministic is None
+        engine.answers["/ready"] = OK
         await subject.probe(3)
         assert subject.replica.facts.deterministic is True
         assert subject.pool.models == {"m"}
-        assert models.call_count == 2, "while it comes up, and no more"
+        assert introductions() == 2, "while it comes up, and no more"
 
 
 @pytest.mark.parametrize("told", ["not json", "[]", '{"data": 5}', '{"data": [{"id": 3}, "x"]}'])
 async def test_nonsense_from_a_replica_is_no_reason_to_fail(told: str) -> None:
-    subject = Probed(models=[])
-    with respx.mock(base_url=URL) as engine:
-        engine.get("/health").respond(200)
-        engine.get("/v1/models").respond(200, text=told)
-        engine.route().respond(404)
+    async with Engine(health=OK) as engine:
+        engine.answers["/v1/models"] = (200, told)
+        subject = Probed(engine.url, models=[])
         await subject.probe()
-    assert subject.state == "up"
-    assert not subject.pool.models
+        assert subject.state == "up"
+        assert not subject.pool.models
 
 
 # --- probes over time, under a clock that jumps
 
 
 class Played:
-    """A replica whose probe answers by the time: what it does, from when."""
+    """What the probe of a replica gets, by the time: what it does, from when."""
 
     def __init__(self, *phases: tuple[float, Outcome]) -> None:
         self.phases = phases
         self.asked: list[float] = []
 
-    async def __call__(self, request: httpx.Request) -> httpx.Response:
+    async def __call__(self, connections: Connections, headers: bytes, path: str, seconds: float) -> Answered:
+        if path != "/health":
+            return Answered(404, b"")
         now = asyncio.get_running_loop().time()
         self.asked.append(now)
         outcome = next(outcome for since, outcome in reversed(self.phases) if since <= now)
         if outcome == "slow":
             until = next((since for since, _ in self.phases if since > now), now + 1e9)
-            await asyncio.sleep(min(10.0, until - now))
-            if until - now > 10.0:
-                raise httpx.ReadTimeout("slow", request=request)
+            await asyncio.sleep(min(seconds, until - now))
+            if until - now > seconds:
+                raise Broken("slow", "send", timeout=True)
         elif outcome == "refused":
-            raise httpx.ConnectError("refused", request=request)
-        return httpx.Response(200)
+            raise Broken("refused", "connect", blame="refused")
+        return Answered(200, b"")
 
 
-async def watched(subject: Probed, played: Played, until: float) -> list[tuple[float, str]]:
+async def watched(played: Played, until: float) -> list[tuple[float, str]]:
     """Probe until that time; when the state changed, and to what."""
+    subject = Probed("http://replica:1")
     changes: list[tuple[float, str]] = []
     loop = asyncio.get_running_loop()
-    with respx.mock(base_url=URL, assert_all_called=False) as engine:
-        engine.get("/v1/models").respond(200, json={})
-        engine.get("/health").mock(side_effect=played)
-        engine.route().respond(404)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(health, "ask", played)
         probing = asyncio.create_task(subject.health.run())
         while loop.time() < until:
             if not changes or changes[-1][1] != subject.replica.state:
@@ -385,13 +421,13 @@ async def test_a_busy_replica_that_is_slow_for_25_seconds_keeps_its_place() -> N
         played = Played((0, "ok"), (begin, "slow"), (begin + 25, "ok"))
         start = asyncio.get_running_loop().time()
         played.phases = tuple((start + since, outcome) for since, outcome in played.phases)
-        changes = await watched(Probed(), played, start + 60)
+        changes = await watched(played, start + 60)
         assert [state for _, state in changes] == ["unknown", "up"]
 
 
 @jumping
 async def test_a_replica_that_is_silent_for_long_is_down_and_joins_again() -> None:
-    changes = await watched(Probed(), Played((0, "ok"), (20, "slow"), (100, "ok")), 150)
+    changes = await watched(Played((0, "ok"), (20, "slow"), (100, "ok")), 150)
     assert [state for _, state in changes] == ["unknown", "up", "down", "up"]
     assert 50 < changes[2][0] < 60, "three probes of 10 s, and the pauses between"
     assert changes[3][0] < 100 + 2 * LONGEST_PAUSE + 1
@@ -401,7 +437,7 @@ async def test_a_replica_that_is_silent_for_long_is_down_and_joins_again() -> No
 async def test_a_replica_that_is_down_at_start_joins_later() -> None:
     """After minutes, within two probes; meanwhile it is asked ever more seldom, and at least every ten seconds."""
     played = Played((0, "refused"), (400, "ok"))
-    changes = await watched(Probed(), played, 450)
+    changes = await watched(played, 450)
     assert [state for _, state in changes] == ["unknown", "down", "up"]
     assert 400 < changes[2][0] < 400 + 2 * LONGEST_PAUSE + 1
     pauses = [round(after - before, 1) for before, after in zip(played.asked, played.asked[1:], strict=False)]
@@ -475,16 +511,6 @@ async def test_a_replica_that_was_added_is_probed_at_once() -> None:
             await gate.http.post("/admin/pools/policy/replicas", json={"name": "new", "url": two.url})
             await asked.again(1)
             await gate.until(lambda: gate.gateway.fleet.pools["policy"].replicas["new"].usable)
-
-
-async def test_each_probe_has_a_connection_of_its_own() -> None:
-    """A connection that was kept would not show that nobody listens any more, and may close as it is used."""
-    asked = Asked()
-    async with FakeWorker(probes=asked) as worker:
-        async with gateway(pool("policy", worker.url), health={"interval": 0.01}):
-            await asked.again(5)
-        # The last may have been cut off before it had asked.
-        assert worker.connections - asked.count in (0, 1)
 
 
 # --- what requests say of a replica
@@ -769,24 +795,3 @@ async def test_determinism_tells_each_replicas_state_and_reason() -> None:
     async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
         told = (await gate.http.get("/determinism")).json()["pools"]["policy"]["replicas"]["policy-0"]
         assert (told["state"], told["reason"]) == ("up", "answers its probe")
-
-
-async def test_each_replica_is_probed_by_a_client_of_its_own() -> None:
-    clients: dict[str, httpx.AsyncClient] = {}
-
-    class Watching(Health):
-        async def probe(self, http: httpx.AsyncClient, pool: Pool, replica: Replica) -> None:
-            clients[replica.name] = http
-            if len(clients) == 3:
-                all_asked.set()
-
-    urls = [f"http://replica:{port}" for port in (1, 2, 3)]
-    settings = Settings.load(None, {}, {"pools": [pool("policy", *urls)]})
-    all_asked = asyncio.Event()
-    running = asyncio.create_task(Watching(settings, Fleet(settings)).run())
-    async with asyncio.timeout(10):
-        await all_asked.wait()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    assert len(set(clients.values())) == 3, "one looks through all that it has under way, at each request"
-    assert all(client.is_closed for client in clients.values())

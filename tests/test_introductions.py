@@ -7,44 +7,52 @@ import dataclasses
 import json
 from typing import Any
 
-import httpx
 import pytest
-import respx
 from structlog.testing import capture_logs
 
 from gateway import engines
-from gateway.introductions import introduce
+from gateway.introductions import Introduction, introduce
+from gateway.questions import Answered
 from gateway.sim import SimServer, SimSettings
+from gateway.upstream import Broken
 from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, chat, gateway, pool
 
 CHAT = "/v1/chat/completions"
-URL = "http://replica:1"
 QUICK = {"interval": 0.02}
 
 
-async def introduced(router: respx.MockRouter, engine: str = "sglang") -> Any:
-    async with httpx.AsyncClient() as http:
-        return await introduce(http, URL, {}, engines.load(engine))
+async def introduced(told: dict[str, Answered | Broken], engine: str = "sglang") -> Introduction:
+    """What comes of these answers."""
+
+    async def ask(path: str) -> Answered:
+        answer = told.get(path, Answered(404, b""))
+        if isinstance(answer, Broken):
+            raise answer
+        return answer
+
+    return await introduce(ask, engines.load(engine))
 
 
 @pytest.mark.parametrize(
     ("answer", "whole"),
     [
-        (httpx.Response(200, json={"version": "0.5.23"}), True),
-        (httpx.Response(404), True),
-        (httpx.Response(401), True),
-        (httpx.Response(500), False),
-        (httpx.Response(503), False),
-        (httpx.ReadTimeout("slow"), False),
-        (httpx.ConnectError("refused"), False),
+        (Answered(200, b'{"version": "0.5.23"}'), True),
+        (Answered(404, b""), True),
+        (Answered(401, b""), True),
+        (Answered(500, b""), False),
+        (Answered(503, b""), False),
+        (Broken("no answer", "send", timeout=True), False),
+        (Broken("refused", "connect", blame="refused"), False),
     ],
 )
-async def test_who_could_not_answer_may_know_more_than_it_said(answer: Any, whole: bool) -> None:
-    with respx.mock(base_url=URL) as router:
-        router.get("/v1/models").respond(200, json={"data": [{"id": "m"}]})
-        router.get("/model_info").respond(200, json={"is_generation": True})
-        router.get("/server_info").mock(side_effect=[answer])
-        said = await introduced(router)
+async def test_who_could_not_answer_may_know_more_than_it_said(answer: Answered | Broken, whole: bool) -> None:
+    said = await introduced(
+        {
+            "/v1/models": Answered(200, b'{"data": [{"id": "m"}]}'),
+            "/model_info": Answered(200, b'{"is_generation": true}'),
+            "/server_info": answer,
+        }
+    )
     assert said.whole is whole
     assert said.facts.is_generation is True
     assert said.models == [{"id": "m"}]
@@ -53,9 +61,8 @@ async def test_who_could_not_answer_may_know_more_than_it_said(answer: Any, whol
 @pytest.mark.parametrize("engine", engines.names())
 @pytest.mark.parametrize("text", ["not json", "[]", "5", "null", '{"data": 5}', '{"vllm_config": 5}'])
 async def test_nonsense_tells_nothing(engine: str, text: str) -> None:
-    with respx.mock(base_url=URL) as router:
-        router.route().respond(200, text=text)
-        said = await introduced(router, engine)
+    routes = ("/v1/models", *engines.load(engine).ASKS)
+    said = await introduced(dict.fromkeys(routes, Answered(200, text.encode())), engine)
     assert said.facts.known() == {}
     assert said.whole
 
@@ -63,10 +70,7 @@ async def test_nonsense_tells_nothing(engine: str, text: str) -> None:
 @pytest.mark.parametrize(("status", "generates"), [(405, True), (404, False), (401, None), (200, None), (500, None)])
 async def test_who_has_no_route_to_generate_does_not_generate(status: int, generates: bool | None) -> None:
     """vLLM tells its kind in its development mode alone; but a route that is there refuses GET in another way."""
-    with respx.mock(base_url=URL) as router:
-        router.get("/v1/chat/completions").respond(status, json={})
-        router.route().respond(404)
-        said = await introduced(router, "vllm")
+    said = await introduced({"/v1/chat/completions": Answered(status, b"{}")}, "vllm")
     assert said.facts.is_generation is generates
 
 

@@ -15,8 +15,9 @@ from gateway.evidence import doctor_text
 from gateway.findings import Told
 from gateway.introductions import Introduction, introduce
 from gateway.passes import Passes
+from gateway.questions import Answered
 from gateway.settings import Pool, Replica, Settings
-from gateway.upstream import trust
+from gateway.upstream import Broken, trust
 
 PROMISED, REFUSED, UNKNOWN = 0, 1, 2
 """Exit statuses: `strict` would serve, it would refuse, a replica or the gateway did not answer."""
@@ -68,14 +69,22 @@ async def _examine(settings: Settings, pool: Pool, passes: Passes) -> dict[str, 
 async def meet(http: httpx.AsyncClient, pool: Pool, replica: Replica) -> tuple[Introduction, str]:
     """What a replica says of itself, and why it could not be asked: "" where it could."""
     engine = engines.load(pool.engine)
-    said = await introduce(http, replica.url, key(pool), engine)
+
+    async def ask(path: str) -> Answered:
+        try:
+            answer = await http.get(replica.url + path, headers=key(pool))
+        except httpx.HTTPError as error:
+            raise Broken(str(error) or type(error).__name__, "send") from None
+        return Answered(answer.status_code, answer.content)
+
+    said = await introduce(ask, engine)
     if said.refusal:
         return said, said.refusal
     try:
-        alive = await http.get(replica.url + engine.PROBE, headers=key(pool))
-    except httpx.HTTPError as error:
-        return said, f"{engine.PROBE} did not answer: {str(error) or type(error).__name__}"
-    return said, "" if alive.is_success else f"{engine.PROBE} answers {alive.status_code}"
+        alive = await ask(engine.PROBE)
+    except Broken as error:
+        return said, f"{engine.PROBE} did not answer: {error.reason}"
+    return said, "" if alive.good else f"{engine.PROBE} answers {alive.status}"
 
 
 async def _of_gateway(url: str, settings: Settings) -> dict[str, Any]:

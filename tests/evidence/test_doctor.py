@@ -9,7 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import respx
 
 from gateway.cli import main
 from gateway.evidence import doctor
@@ -312,3 +314,19 @@ async def test_what_is_no_gateway_is_said(path: str, capsys: pytest.CaptureFixtu
     async with FakeWorker() as worker:
         assert await asyncio.to_thread(main, ["doctor", "--url", worker.url + path]) == 2
     assert "does not tell: it is no gateway" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error", [httpx.ConnectError("refused"), httpx.ReadTimeout(""), httpx.RemoteProtocolError("x")]
+)
+async def test_a_replica_that_cannot_be_asked_is_down_and_the_rest_is_told(error: httpx.HTTPError) -> None:
+    settings = Settings.load(None, {}, {"pools": [pool("policy", "http://replica:1", "http://replica:2")]})
+    with respx.mock(assert_all_called=False) as replicas:
+        replicas.route(port=1).mock(side_effect=error)
+        replicas.get(port=2, path="/health").respond(200)
+        replicas.get(port=2, path="/version").respond(200, json={"version": "0.32.0"})
+        replicas.route(port=2).respond(404)
+        told = (await doctor.examine(settings))["pools"]["policy"]["replicas"]
+    assert (told["policy-0"]["state"], told["policy-1"]["state"]) == ("down", "up")
+    assert told["policy-0"]["reason"] == f"/health did not answer: {str(error) or type(error).__name__}"
+    assert told["policy-1"]["facts"]["version"] == "0.32.0"
