@@ -18,7 +18,7 @@ from gateway.upstream import Broken
 from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, chat, gateway, pool
 
 CHAT = "/v1/chat/completions"
-QUICK = {"interval": 0.02}
+QUICK = {"interval": 0.02, "timeout": 2.0}
 
 
 async def introduced(told: dict[str, Answered | Broken], engine: str = "sglang") -> Introduction:
