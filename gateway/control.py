@@ -101,8 +101,10 @@ def build(
     @app.get("/determinism", summary="What is known of the engines' determinism")
     async def determinism() -> dict[str, Any]:
         pools = {pool.name: _determinism(pool) for pool in fleet}
-        fatal = any(pool.contradicts for pool in fleet)
-        return {"profile": settings.profile, "run": run.name, "strict": not fatal, "pools": pools}
+        strict = findings.strict_serves(
+            fatal=any(pool.contradicts for pool in fleet), states=(replica.state for replica in fleet.replicas)
+        )
+        return {"profile": settings.profile, "run": run.name, "strict": strict, "pools": pools}
 
     describe = app.openapi
 

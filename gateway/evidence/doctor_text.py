@@ -47,7 +47,7 @@ def show(told: dict[str, Any], console: Console) -> None:
         console.print()
     replicas = [each for pool in told["pools"].values() for each in pool["replicas"].items()]
     down = [name for name, replica in replicas if replica["state"] != "up"]
-    if told["strict"] and down:
+    if told["strict"] is None:
         unknown = "[bold yellow]whether strict would serve is not known[/] while a replica is down"
         console.print(f"{unknown}: {escape(', '.join(down))}", highlight=False)
     elif told["strict"]:
