@@ -8,10 +8,10 @@ import sys
 from typing import Any
 
 import httpx
-from rich.console import Console
 
 from gateway import engines, findings
 from gateway.evidence import doctor_text
+from gateway.evidence.output import output
 from gateway.findings import Told
 from gateway.introductions import Introduction, introduce
 from gateway.passes import Passes
@@ -34,7 +34,8 @@ def doctor(settings: Settings, *, url: str | None = None, as_json: bool = False)
     if as_json:
         print(json.dumps(told, ensure_ascii=False, indent=2))
     else:
-        doctor_text.show(told, Console())
+        with output() as console:
+            doctor_text.show(told, console)
     return _STATUS[told["strict"]]
 
 

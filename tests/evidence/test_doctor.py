@@ -214,9 +214,8 @@ async def test_everything_that_sglang_tells_is_read(tmp_path: Path) -> None:
 
 
 async def test_people_read_what_breaks_how_sure_it_is_and_what_mends_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
     async with engines(*[{"engine": "sglang", "deterministic": False}] * 2) as urls:
         status, out = await said(configured(tmp_path, pool("policy", *urls, engine="sglang")), capsys)
     assert status == 1
