@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, admin, findings, rl_api, sessions_api
@@ -45,7 +46,8 @@ def build(
     """The application. What it shows is read when it is asked for."""
     run = runs.own
     app = FastAPI(title="detgate", version=__version__, docs_url=None, redoc_url=None)
-    _errors(app)
+    _errors(app, settings)
+    app.add_middleware(Whole, routes=app.routes)
     app.add_middleware(Verbatim)
     app.add_middleware(OwnSite)
     app.add_middleware(Subject)
@@ -101,8 +103,10 @@ def build(
     @app.get("/determinism", summary="What is known of the engines' determinism")
     async def determinism() -> dict[str, Any]:
         pools = {pool.name: _determinism(pool) for pool in fleet}
-        fatal = any(pool.contradicts for pool in fleet)
-        return {"profile": settings.profile, "run": run.name, "strict": not fatal, "pools": pools}
+        strict = findings.strict_serves(
+            fatal=any(pool.contradicts for pool in fleet), states=(replica.state for replica in fleet.replicas)
+        )
+        return {"profile": settings.profile, "run": run.name, "strict": strict, "pools": pools}
 
     describe = app.openapi
 
@@ -137,12 +141,8 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
 
 def _allowed(app: FastAPI, path: str) -> str:
     """The methods that a path takes."""
-    taken = (
-        operations
-        for template, operations in app.openapi()["paths"].items()
-        if re.fullmatch(re.sub(r"{\w+}", "[^/]+", template), path)
-    )
-    return ", ".join(sorted({method.upper() for operations in taken for method in operations}))
+    routes = (route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path))
+    return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
 
 
 _MEDIA = {"/metrics": "text/plain", "requests": "application/x-ndjson"}
@@ -162,6 +162,39 @@ class Verbatim:
         if scope["type"] == "http" and (raw := scope.get("raw_path", b"")).startswith(_BY_ID):
             scope = {**scope, "path": raw.partition(b"?")[0].decode("latin-1")}
         await self._app(scope, receive, send)
+
+
+class Whole:
+    """A path in which an id or a name is empty is refused with what is missing. It stands behind `Verbatim`."""
+
+    def __init__(self, app: ASGIApp, routes: list[BaseRoute]) -> None:
+        self._app = app
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and ("//" in scope["path"] or scope["path"].endswith("/")):
+            filled = {**scope, "path": _EMPTY.sub(_MISSING, scope["path"])}
+            for route in self._routes:
+                if not isinstance(route, Route):
+                    continue
+                match, found = route.matches(filled)
+                if match is Match.FULL:
+                    empty = [name for name, value in found["path_params"].items() if value == _MISSING]
+                    app = refusal(
+                        CallerFault(
+                            f"{' and '.join(empty)} must not be empty in {scope['path']}: ask for {route.path}.",
+                            code="invalid_header",
+                            param=empty[0],
+                        )
+                    )
+                    break
+        await app(scope, receive, send)
+
+
+_EMPTY = re.compile(r"(?<=/)(?=/|$)")
+_MISSING = "\0"
+"""Stands for an empty part of a path while a route is looked for."""
 
 
 _DATA_PLANE = {
@@ -215,8 +248,9 @@ def _json(status: int, body: Any) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
-def _errors(app: FastAPI) -> None:
+def _errors(app: FastAPI, settings: Settings) -> None:
     """Every error in the one shape that the data plane's errors have."""
+    on = "" if settings.admin_port is None else " on the port for administration"
 
     @app.exception_handler(Fault)
     async def fault(request: Request, error: Fault) -> Response:
@@ -232,11 +266,13 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
+        path = request.scope["path"]
         if error.status_code == 405:
-            path = request.url.path
-            return refusal(WrongMethod(f"{path} does not take {request.method}.", _allowed(app, path)))
+            allowed = _allowed(app, path)
+            return refusal(WrongMethod(f"{path} takes {allowed}, not {request.method}.", allowed))
         if error.status_code == 404:
-            return refusal(NotFound(f"There is no route {request.url.path} here.", code="route_not_found"))
+            told = f"There is no route {path} here. GET /openapi.json{on} lists those there are."
+            return refusal(NotFound(told, code="route_not_found"))
         return refusal(CallerFault(str(error.detail)))
 
     @app.exception_handler(RequestValidationError)

@@ -8,18 +8,14 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
-import structlog
-
 from gateway import addresses
 from gateway.assembly import Gateway
 from gateway.logs import configure
-from gateway.serve import Server
+from gateway.serve import Server, serve
 from gateway.settings import InvalidSettings, Settings
 from gateway.settings.sources import merged
 from gateway.sim import SimServer, SimSettings
 from gateway.tasks import start
-
-log = structlog.get_logger("detgate")
 
 POLICY, REWARD = "sim-model", "sim-reward"
 
@@ -58,9 +54,6 @@ async def _serve(flags: Mapping[str, Any], resume: bool, new_run: bool) -> None:
         configure(settings.log)
         addresses.check(settings)
         gateway = Gateway(settings, resume=resume, new_run=new_run)
-        own = gateway.runs.own
-        if own.differs:
-            log.error("not ready: the run began with other settings", run=own.name, keys=own.differs)
         server = Server(gateway)
 
         async def welcome() -> None:
@@ -68,10 +61,7 @@ async def _serve(flags: Mapping[str, Any], resume: bool, new_run: bool) -> None:
             url = f"http://{settings.host}:{server.port}"
             print(WELCOME.format(url=url, run=gateway.run, policy=POLICY, reward=REWARD), flush=True)
 
-        async with gateway.running():
-            await server.listen(lambda _: start(welcome(), "welcome"))
-        if server.interrupted:
-            raise KeyboardInterrupt
+        await serve(gateway, server, lambda _: start(welcome(), "welcome"))
 
 
 def _pools(urls: list[str]) -> dict[str, Any]:

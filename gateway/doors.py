@@ -31,7 +31,12 @@ class Public:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
         if scope["type"] == "http" and path not in _PUBLIC and not path.startswith(_PUBLIC_BELOW):
-            app: ASGIApp = refusal(NotFound(f"There is no route {path} here.", code="route_not_found"))
+            app: ASGIApp = refusal(
+                NotFound(
+                    f"There is no route {path} here. Administration and the list of routes have a port of their own.",
+                    code="route_not_found",
+                )
+            )
         else:
             app = self._app
         await app(scope, receive, send)

@@ -377,7 +377,10 @@ class Fleet:
             fitting = [pool for pool in fitting if pool.name == named]
         if not fitting:
             if not self.knows(route):
-                raise NotFound(f"There is no route {route} here.", code="route_not_found")
+                raise NotFound(
+                    f"No pool's engine has the route {route}. Ask for another, or add a pool of one that has it.",
+                    code="route_not_found",
+                )
             where = f"Pool {named}" if named is not None else "No pool"
             raise CallerFault(f"{where} cannot serve {route}: another engine or role is needed.", code="no_pool")
         if model is not None and named is None:

@@ -56,7 +56,9 @@ class Local:
             return {"object": "list", "data": list(found.values())}
         name = route.removeprefix(f"{_MODELS}/")
         if name not in found:
-            raise ModelNotFound(f"No pool serves the model {name!r}.", param="model")
+            raise ModelNotFound(
+                f"No pool serves the model {name!r}. Served: {', '.join(sorted(found))}.", param="model"
+            )
         return found[name]
 
     async def _abort(self, body: bytes, session: Session | None) -> None:

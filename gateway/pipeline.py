@@ -75,7 +75,8 @@ class Pipeline:
         self._located = {route: identity.Location(route) for route in API_OF}
         self.draining = False
         self.drained = asyncio.Event()
-        self._serving = 0
+        self.serving = 0
+        """Requests that were taken and have not ended."""
         self._guards = Guards(settings.guards, sessions, telemetry)
         self._versions = Versions(settings, sessions)
         self._off = settings.profile == "off"
@@ -90,12 +91,12 @@ class Pipeline:
     def drain(self) -> None:
         """Take no more requests: `drained` is set when those that were taken have ended."""
         self.draining = True
-        if not self._serving:
+        if not self.serving:
             self.drained.set()
 
     async def serve(self, request: Request, client: Client) -> None:
         """Answer one request, whatever happens."""
-        self._serving += 1
+        self.serving += 1
         self._intake.bytes += len(request.body)
         work = Work(asyncio.get_running_loop().time(), request)
         try:
@@ -141,8 +142,8 @@ class Pipeline:
                 await self._record.closed(work, started=client.started)
             finally:
                 self._intake.bytes -= len(request.body)
-                self._serving -= 1
-                if self.draining and not self._serving:
+                self.serving -= 1
+                if self.draining and not self.serving:
                     self.drained.set()
 
     # --- identify: the names that the request gives, and the session, if it was created.

@@ -77,7 +77,7 @@ async def _alone(settings: Settings, load: Callable[[], Settings], resume: bool,
     addresses.check(settings)
     gateway = Gateway(settings, resume=resume, new_run=new_run)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, gateway, load)
-    await _serve(gateway, Server(gateway))
+    await serve(gateway, Server(gateway))
 
 
 async def _worker(begin: Start, line: socket.socket, sockets: Sequence[socket.socket]) -> None:
@@ -88,7 +88,7 @@ async def _worker(begin: Start, line: socket.socket, sockets: Sequence[socket.so
     server = Server(gateway, sockets)
     hearing = start(_hear(worker, server), "line")
     try:
-        await _serve(gateway, server, lambda _: worker.ready(), PREPARE_SECONDS)
+        await serve(gateway, server, lambda _: worker.ready(), PREPARE_SECONDS)
     finally:
         hearing.cancel()
 
@@ -99,9 +99,13 @@ async def _hear(worker: Worker, server: Server) -> None:
     server.handle_exit(signal.SIGTERM, None)
 
 
-async def _serve(
+async def serve(
     gateway: Gateway, server: Server, ready: Callable[[Gateway], object] | None = None, wait: float = 0.0
 ) -> None:
+    """Serve until told to stop, and log how it began and ended. Raises `KeyboardInterrupt` after CTRL-C.
+
+    `ready` is called when the server listens; `wait`: seconds that it may take before, to learn what it needs.
+    """
     own = gateway.runs.own
     log.info("run", run=own.name, resumed=own.resumed, ledger=str(own.folder), profile=gateway.settings.profile)
     if own.differs:
@@ -110,6 +114,7 @@ async def _serve(
         await gateway.knows_its_world(wait)
         collect_rarely()
         await server.listen(ready)
+    log.info("ended", run=own.name, cut=server.cut)
     if server.interrupted:
         raise KeyboardInterrupt
 
@@ -176,6 +181,8 @@ class Server(uvicorn.Server):
         self._ready: Callable[[Gateway], object] | None = None
         self.interrupted = False
         """It was CTRL-C that ended it: whoever listened raises it again when all is closed."""
+        self.cut = 0
+        """Requests that the end of the drain ended as errors."""
 
     def _config(self, application: Any, plane: Plane, host: str, port: int) -> uvicorn.Config:
         certificate = self.certificate
@@ -260,18 +267,20 @@ class Server(uvicorn.Server):
         """
         pipeline = self.gateway.pipeline
         pipeline.drain()
+        seconds = 0.0 if self._hurries() else self.gateway.settings.timeouts.drain
+        log.info("draining", run=self.gateway.run, requests=pipeline.serving, seconds=seconds)
         try:
-            async with asyncio.timeout(self.gateway.settings.timeouts.drain):
-                while not (pipeline.drained.is_set() or signal.SIGINT in self._captured_signals):
+            async with asyncio.timeout(seconds):
+                while not (pipeline.drained.is_set() or self._hurries()):
                     with suppress(TimeoutError):
                         await asyncio.wait_for(pipeline.drained.wait(), 0.1)
         except TimeoutError:
-            log.warning(
-                "requests outlived timeouts.drain and end as errors", seconds=self.gateway.settings.timeouts.drain
-            )
-        for connection in self._carriers():
-            connection.give_up()
+            log.warning("requests outlived timeouts.drain and end as errors", seconds=seconds)
+        self.cut = sum(connection.give_up() for connection in self._carriers())
         await super().shutdown(sockets)
+
+    def _hurries(self) -> bool:
+        return signal.SIGINT in self._captured_signals
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()

@@ -401,6 +401,10 @@ def _only_chunked(headers: Headers) -> bool:
     return [value.lower() for name, value in headers if name == b"transfer-encoding"] == [b"chunked"]
 
 
+_WINDOW = 64
+"""Bytes that a further member gets at first, then twice as many each time: zlib copies all that follows its end."""
+
+
 class _Inflater:
     """Unpacks a compressed body, which may be empty. `several`: it may have members, as gzip's (RFC 1952, 2.2)."""
 
@@ -417,14 +421,17 @@ class _Inflater:
     def decompress(self, data: bytes) -> bytes:
         """What the next bytes hold. Raises `zlib.error` or `ValueError` for what is not compressed so."""
         self._begun = True
-        pieces = []
-        while data:
+        pieces, view, at, window = [], memoryview(data), 0, len(data)
+        while at < len(view):
             if self._member.eof:
                 if not self._several:
                     raise ValueError("bytes follow its compressed body")
                 self._member = zlib.decompressobj(zlib.MAX_WBITS | _GZIP_HEADER)
-            pieces.append(self._member.decompress(data))
-            data = self._member.unused_data
+                window = _WINDOW
+            piece = view[at : at + window]
+            pieces.append(self._member.decompress(piece))
+            at += len(piece) - len(self._member.unused_data)
+            window *= 2
         return b"".join(pieces)
 
 

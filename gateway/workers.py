@@ -89,6 +89,8 @@ class Workers:
         """A worker was ready once, or none shall be any more."""
         self._stopping = asyncio.Event()
         self._status = 0
+        self._told = False
+        """A signal has ended it."""
 
     async def run(self) -> int:
         """Serve until told to stop."""
@@ -117,6 +119,8 @@ class Workers:
             self._status = self._status or 1
             self._send(signal.SIGKILL)
             await asyncio.wait(late)
+        if self._told:
+            log.info("ended", workers=len(self._posts), status=self._status)
         return self._status
 
     # --- one worker after the other in each post
@@ -230,6 +234,9 @@ class Workers:
     def _stop(self, number: signal.Signals | None) -> None:
         """Tell every worker to end: drained after SIGTERM, at once after CTRL-C. A second CTRL-C kills."""
         again = self._stopping.is_set()
+        if number is not None and not again:
+            self._told = True
+            log.info("draining", workers=len(self._posts), signal=number.name)
         self._stopping.set()
         self._up.set()
         if number == signal.SIGINT:

@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import yaml
@@ -256,12 +256,12 @@ def test_seed_loads_no_server() -> None:
 
 
 @contextmanager
-def started(*argv: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A command that serves, as a process of its own, and the address that it prints."""
+def started(*argv: str, log: IO[str] | None = None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A command that serves, as a process of its own, and the address that it prints. `log`: for its standard error."""
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "gateway", *argv],
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=log or subprocess.STDOUT,
         text=True,
     )
     try:
@@ -355,7 +355,14 @@ def test_where_nothing_can_listen_no_run_is_begun(
 
 def test_demo_serves_and_gives_the_seed_that_seed_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     body = {"model": "sim-model", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
-    with started("demo", "--port", "0", "--seed", "7", "--ledger", str(tmp_path)) as (url, demo):
+    log = tmp_path / "log"
+    with (
+        log.open("w") as to,
+        started("demo", "--port", "0", "--seed", "7", "--ledger", str(tmp_path), log=to) as (
+            url,
+            demo,
+        ),
+    ):
         wait_until_ready(url)
         request = urllib.request.Request(
             f"{url}/sessions/17:3/v1/chat/completions",
@@ -368,6 +375,9 @@ def test_demo_serves_and_gives_the_seed_that_seed_prints(tmp_path: Path, capsys:
         assert demo.wait(timeout=30) == 130
     (run,) = tmp_path.glob("*/run.json")
     assert json.loads(run.read_text())["state"] == "ended"
+    told = [json.loads(line) for line in log.read_text().splitlines()]
+    life = [line["event"] for line in told if line["event"] in ("run", "listening", "draining", "ended")]
+    assert life == ["run", "listening", "draining", "ended"]
     assert main(["seed", "17:3", "0", "--seed", "7"]) == 0
     assert capsys.readouterr().out == f"{seed}\n"
 

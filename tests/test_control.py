@@ -96,6 +96,51 @@ async def test_errors_of_the_control_plane_have_the_one_shape(method: str, path:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "empty", "meant"),
+    [
+        ("GET", "/sessions//requests", "session_id", "/sessions/{session_id}/requests"),
+        ("DELETE", "/sessions/", "session_id", "/sessions/{session_id}"),
+        ("GET", "/groups/", "group_id", "/groups/{group_id}"),
+        ("GET", "/runs//sessions/a%2Fb", "run", "/runs/{run}/sessions/{session_id}"),
+        ("GET", "/runs/r/sessions//requests", "session_id", "/runs/{run}/sessions/{session_id}/requests"),
+        ("GET", "/admin/runs//requests", "run", "/admin/runs/{run}/requests"),
+        ("POST", "/admin/pools/policy/replicas//drain", "name", "/admin/pools/{pool}/replicas/{name}/drain"),
+        ("DELETE", "/admin/pools/policy/replicas/", "name", "/admin/pools/{pool}/replicas/{name}"),
+    ],
+)
+async def test_an_empty_part_of_a_path_is_named_with_the_route_that_was_meant(
+    method: str, path: str, empty: str, meant: str
+) -> None:
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
+        answer = await gate.http.request(method, path)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_header", empty)
+        assert error["message"] == f"{empty} must not be empty in {path}: ask for {meant}."
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "says"),
+    [
+        ("GET", "/nowhere", 404, "There is no route /nowhere here. GET /openapi.json lists those there are."),
+        ("POST", "/v1/nowhere", 404, "There is no route /v1/nowhere here. GET /openapi.json lists those there are."),
+        ("POST", "/generate", 404, "No pool's engine has the route /generate."),
+        ("GET", "/v1/models/other", 404, "No pool serves the model 'other'. Served: test-model."),
+        ("PUT", "/admin/weights", 405, "/admin/weights takes GET, POST, not PUT."),
+        ("POST", "/runs/r/sessions/s", 405, "/runs/r/sessions/s takes DELETE, GET, not POST."),
+        ("POST", "/openapi.json", 405, "/openapi.json takes GET, HEAD, not POST."),
+        ("GET", "/v1/chat/completions", 405, "/v1/chat/completions takes POST, not GET."),
+    ],
+)
+async def test_a_wrong_route_or_method_is_told_what_to_ask_instead(
+    method: str, path: str, status: int, says: str
+) -> None:
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
+        answer = await gate.http.request(method, path, json={})
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"].startswith(says)
+
+
 async def test_models_are_merged_over_pools_each_once_and_found_by_name() -> None:
     async def second(seen: Seen, reply: Reply) -> None:
         reply.json({"object": "list", "data": [{"id": "other", "object": "model"}, {"id": MODEL, "object": "model"}]})

@@ -15,7 +15,7 @@ import yaml
 
 from gateway.sim import SimServer, SimSettings
 from tests.harness import Wire, chat
-from tests.processes import serving
+from tests.processes import Process, serving
 
 CHAT = "/v1/chat/completions"
 MODEL = "sim-model"
@@ -30,6 +30,18 @@ def config(*urls: str, **settings: Any) -> str:
 async def replica() -> AsyncIterator[SimServer]:
     async with SimServer(SimSettings(engine="vllm", token_seconds=0.001)) as sim:
         yield sim
+
+
+def run_line(gate: Process) -> str:
+    """What was logged of the run when it began."""
+    [line] = [line for line in gate.lines if '"event": "run"' in line]
+    return line
+
+
+def ends(gate: Process) -> list[dict[str, Any]]:
+    """What was logged of the end."""
+    lines = (json.loads(line) for line in gate.lines if line.startswith("{"))
+    return [line for line in lines if line["event"] in ("draining", "ended")]
 
 
 async def begin(wire: Wire, sim: SimServer, **fields: Any) -> bytes:
@@ -88,6 +100,10 @@ async def test_sighup_reloads_the_replicas_and_sigterm_drains(tmp_path: Path) ->
             assert await gate.ended() == 0
             with pytest.raises(httpx.ConnectError):
                 await gate.http.get("/livez")
+        draining, ended = ends(gate)
+        assert (draining["event"], draining["requests"], draining["seconds"]) == ("draining", 1, 30)
+        assert (ended["event"], ended["cut"]) == ("ended", 0)
+        assert ended["run"] == draining["run"] == json.loads(run_line(gate))["run"]
 
 
 async def test_what_outlives_the_deadline_of_a_drain_ends_as_an_error(tmp_path: Path) -> None:
@@ -109,6 +125,8 @@ async def test_what_outlives_the_deadline_of_a_drain_ends_as_an_error(tmp_path: 
             assert json.loads(await whole.body())["error"]["code"] == "shutting_down"
             assert await gate.ended(5) == 0
             assert len(await gate.logged("outlived timeouts.drain")) == 1
+        draining, ended = ends(gate)
+        assert (draining["requests"], draining["seconds"], ended["cut"]) == (2, 0.5, 2)
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -122,5 +140,7 @@ async def test_ctrl_c_ends_at_once_with_130_and_the_run_with_it(tmp_path: Path, 
             if busy:
                 assert b"shutting_down" in await wire.broken_body()
             assert not any("Traceback" in line for line in gate.lines)
+    draining, ended = ends(gate)
+    assert (draining["requests"], draining["seconds"], ended["cut"]) == (int(busy), 0, int(busy))
     (run,) = (tmp_path / "ledger").glob("*/run.json")
     assert json.loads(run.read_text())["state"] == "ended"

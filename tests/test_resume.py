@@ -157,7 +157,14 @@ async def test_it_goes_to_the_replica_of_its_sample() -> None:
 
 @pytest.mark.parametrize(
     ("name", "fields"),
-    [("17:4:0", {}), ("0", {}), ("17:3:0.5000", {}), ("17:3:0", {"n": 2}), ("17:3:0", {"prompt": ["a", "b"]})],
+    [
+        ("17:4:0", {}),
+        ("0", {}),
+        ("17:3:0.5000", {}),
+        ("17:3/0.0:0.1", {}),
+        ("17:3:0", {"n": 2}),
+        ("17:3:0", {"prompt": ["a", "b"]}),
+    ],
 )
 async def test_what_goes_on_with_nothing_known_is_refused_and_takes_no_index(name: str, fields: dict[str, Any]) -> None:
     async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:

@@ -757,7 +757,7 @@ async def test_of_many_submitted_and_few_waited_for_the_records_are_the_same_wha
             few = [name for name in order if texts[name] == "good"][:2]
             await asyncio.gather(*(many[name] for name in few))
             await asyncio.wait(many.values())
-            await gate.until(lambda: not gate.gateway.pipeline._serving)
+            await gate.until(lambda: not gate.gateway.pipeline.serving)
             run = lines(await gate.http.get(f"/admin/runs/{gate.gateway.run}/requests"))
             assert [each["session"] for each in run] == order
             found = {each["session"]: (each["index"], each["seed"], each["outcome"], each["error"]) for each in run}

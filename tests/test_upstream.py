@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gateway import upstream
 from gateway.upstream import Broken, Connection, Connections, Exchange, Late
 from tests.harness import FakeWorker, Reply, Seen
 
@@ -339,6 +340,47 @@ async def test_transfer_codings_but_chunked_break_the_answer(coding: str) -> Non
 async def test_a_transfer_coding_in_two_lines_breaks_the_answer() -> None:
     (got,), _ = await after(chunked("transfer-encoding: chunked"))
     assert (got.status, got.broke) == (0, "send")
+
+
+class _Counted:
+    """A member of a gzip body that counts the bytes which zlib was given and those which it copied."""
+
+    given = copied = 0
+
+    def __init__(self, wbits: int) -> None:
+        self._member = _decompressobj(wbits)
+
+    @property
+    def eof(self) -> bool:
+        return self._member.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._member.unused_data
+
+    def decompress(self, data: bytes) -> bytes:
+        text = self._member.decompress(data)
+        _Counted.given += len(data)
+        _Counted.copied += len(self._member.unused_data)
+        return text
+
+
+_decompressobj = zlib.decompressobj
+
+
+@pytest.mark.parametrize("texts", [[b""] * 4096, [b"x"] * 4096, [bytes(range(256)) * 64, b""] * 64])
+def test_a_read_of_many_gzip_members_is_copied_a_few_times_and_no_more(
+    texts: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = b"".join(gzip.compress(text, compresslevel=0) for text in texts)
+    monkeypatch.setattr(zlib, "decompressobj", _Counted)
+    monkeypatch.setattr(_Counted, "given", 0)
+    monkeypatch.setattr(_Counted, "copied", 0)
+    inflater = upstream._Inflater(several=True)
+    assert inflater.decompress(body) == b"".join(texts)
+    assert inflater.whole
+    assert _Counted.copied < 5 * len(body)
+    assert _Counted.given < 6 * len(body)
 
 
 @pytest.mark.parametrize("coding", ["gzip", "X-GZIP"])

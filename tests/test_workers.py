@@ -133,7 +133,10 @@ async def test_workers_are_one_gateway(tmp_path: Path) -> None:
 
             gate.signal(signal.SIGTERM)
             assert await gate.ended(15) == 0
-            assert not [line for line in gate.lines if '"level": "error"' in line]
+        assert not [line for line in gate.lines if '"level": "error"' in line]
+        for event in ("draining", "ended"):
+            told = [json.loads(line) for line in gate.lines if f'"event": "{event}"' in line]
+            assert sorted(line.get("worker", -1) for line in told) == [-1, 0, 1], "each process says it once"
 
 
 async def test_one_that_dies_is_replaced_and_what_it_had_is_lost_by_nobody(tmp_path: Path) -> None:

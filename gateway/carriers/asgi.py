@@ -1,9 +1,13 @@
-"""The data plane as a plain ASGI application, for any ASGI server; slower than `http1`, and the same to the client."""
+"""The data plane as a plain ASGI application, for any ASGI server; slower than `http1`, and the same to the client.
+
+What an application sees of a client that takes nothing is a server that takes nothing: then the request ends, and the
+replica is let go. The connection is the server's, which may keep it until the client leaves.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any, Protocol
 
 from gateway.core import fields, heads
@@ -25,6 +29,7 @@ class Plane(Protocol):
 
     intake: Intake
     body_bytes: int
+    write_seconds: float
 
     def refused(self, code: str) -> None: ...
     def owns(self, path: str) -> bool: ...
@@ -44,6 +49,8 @@ class Client:
         self._queue: asyncio.Queue[Message | None] = asyncio.Queue()
         self._queued = 0
         self._clean = True
+        self._offered_at: float | None = None
+        """Since when the server has not taken what it was given."""
 
     def reply(self, status: int, headers: bytes, body: bytes) -> None:
         bodiless = status in fields.BODILESS
@@ -73,17 +80,38 @@ class Client:
 
     async def flushed(self) -> bool:
         await self._queue.join()
-        return True
+        return not self.disconnected
+
+    def abandon(self) -> None:
+        """What the client has not taken it never will."""
+        self.disconnected = True
+        while not self._queue.empty():
+            self._queue.get_nowait()
+            self._queue.task_done()
 
     async def pump(self, send: Send) -> bool:
         """Hand over what is written until the end. False: the answer was broken off."""
+        loop = asyncio.get_running_loop()
         while (message := await self._queue.get()) is not None:
-            await send(message)
-            self._queue.task_done()
+            try:
+                for piece in _pieces(message):
+                    self._offered_at = loop.time()
+                    await send(piece)
+                    self._offered_at = None
+            finally:
+                self._queue.task_done()
             if self.on_resume is not None and self._queue.empty():
                 self.on_resume()
         self._queue.task_done()
         return self._clean
+
+    async def stalled(self, seconds: float) -> None:
+        """Wait until the server has taken nothing for so long although it was given something."""
+        loop = asyncio.get_running_loop()
+        waited = 0.0
+        while waited < seconds:
+            await asyncio.sleep(seconds - waited)
+            waited = 0.0 if self._offered_at is None else loop.time() - self._offered_at
 
     def _leave(self) -> None:
         if self._head is not None:
@@ -99,6 +127,19 @@ class Client:
 
 PAUSE_AT = 64
 """Messages that wait for a slow client before the replica is not read any more."""
+
+
+PIECE = 65536
+"""Bytes that a server is given at once: that it takes them shows that the client goes on reading."""
+
+
+def _pieces(message: Message) -> Iterator[Message]:
+    body: bytes = message.get("body", b"")
+    if len(body) <= PIECE:
+        yield message
+        return
+    for at in range(0, len(body), PIECE):
+        yield {**message, "body": body[at : at + PIECE]}
 
 
 class Broken(Exception):
@@ -154,22 +195,29 @@ class DataPlane:
         client = Client()
         serving = start(self._plane.serve(request, client), "request")
         pumping = start(client.pump(send), "answer")
-        leaving = start(_left(receive), "client")
+        leaving = start(_leave(receive, client, pumping), "client")
+        stalling = start(client.stalled(self._plane.write_seconds), "stalled client")
         try:
-            await asyncio.wait((pumping, leaving), return_when=asyncio.FIRST_COMPLETED)
-            client.disconnected = not pumping.done() or pumping.exception() is not None
-            if pumping.done():
-                clean = pumping.result()
+            await asyncio.wait((pumping, leaving, stalling), return_when=asyncio.FIRST_COMPLETED)
+            if not pumping.done() or pumping.exception() is not None:
+                await stop(pumping)
+                client.abandon()
+            if client.response_complete:
                 await serving
-                if not clean:
+            if pumping.cancelled():
+                if not leaving.done():
                     raise Broken
+            elif not pumping.result():
+                raise Broken
         finally:
-            await stop(serving, pumping, leaving)
+            await stop(serving, pumping, leaving, stalling)
 
 
-async def _left(receive: Receive) -> None:
+async def _leave(receive: Receive, client: Client, pumping: asyncio.Task[bool]) -> None:
+    """Wait until the client leaves. It is noted at once: a server takes all for one that has left, and drops it."""
     while (await receive())["type"] != "http.disconnect":
         pass
+    client.disconnected = not pumping.done()
 
 
 def _request(scope: Any, body: bytes) -> Request:

@@ -623,10 +623,12 @@ class Carrier(HttpToolsProtocol):
                 writer.set_result(None)
 
     # --- the end
-    def give_up(self) -> None:
-        """The drain's deadline has passed: an answer under way ends as an error."""
-        if self.active is not None and self.active.task is not None:
-            self.active.task.cancel()
+    def give_up(self) -> bool:
+        """The drain's deadline has passed: an answer under way ends as an error. False: none was."""
+        asked = self.active
+        if asked is None or asked.task is None or asked.response_complete:
+            return False
+        return asked.task.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.plane.intake.leave(self._seat)

@@ -106,7 +106,7 @@ def _route(path: str, doubled: bool) -> str:
 
 def named(location: Location, headers: dict[bytes, bytes]) -> Named:
     """The run and the session that path and headers name. `headers` has names in lower case. Raises `CallerFault`."""
-    run = None if location.run is None else run_name(unescaped(location.run, "run"))
+    run = None if location.run is None else run_name(unescaped(location.run, "run"), "run")
     if (value := headers.get(b"x-detgate-run")) is not None:
         run = run_name(value)
     elif run is None and location.session is None and b"x-session-id" not in headers:

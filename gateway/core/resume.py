@@ -47,9 +47,10 @@ class Named(NamedTuple):
 
 
 def read(name: str, identity: str, ordinal: int = 0) -> Named | None:
-    """The request that an id names; None where it is none of this identity and session.
+    """The request that an id names; None where it is none of this identity and session, or has no such sample.
 
-    `{request id}` is its sample 0, `{request id}.{sample}` any, also as an engine has it, with `!`.
+    `{request id}` is its sample 0, `{request id}.{sample}` any, also as an engine has it, with `!`. A segment has one
+    sample; how many another request has does not follow from its name.
     """
     behind = f"~{ordinal}" if ordinal else ""
     match = re.fullmatch(re.escape(ids.written(identity)) + _CONTENT + _SEGMENT + behind + _PLACE, name)
@@ -57,8 +58,9 @@ def read(name: str, identity: str, ordinal: int = 0) -> Named | None:
         return None
     segment, place = match["first"] is not None, int(match["index"])
     index = int(match["first"]) if segment else place
-    sample = int((match["drawn"] if segment else match["sample"]) or 0)
-    if max(index, place) > ids.LARGEST_INDEX or sample > LARGEST_SAMPLE:
+    of_place = int(match["sample"] or 0)
+    sample = int(match["drawn"]) if segment else of_place
+    if max(index, place) > ids.LARGEST_INDEX or sample > LARGEST_SAMPLE or (segment and of_place):
         return None
     effective = identity + (match["content"] or "")
     origin = Origin(effective, index, sample)

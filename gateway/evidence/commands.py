@@ -26,6 +26,7 @@ from gateway.evidence import (
 )
 from gateway.evidence.diff import Diff, compare
 from gateway.evidence.ledgers import Unusable
+from gateway.evidence.output import output
 from gateway.evidence.replay_requests import Failed, Notes, Target
 from gateway.settings import InvalidSettings, Settings, hashed
 
@@ -61,7 +62,8 @@ def replay_decisions(name: str, ledger: Path, *, as_json: bool = False) -> int:
     if as_json:
         print(json.dumps(replay_text.as_json(found), ensure_ascii=False))
     else:
-        replay_text.show(found, Console())
+        with output() as console:
+            replay_text.show(found, console)
     return DIFFERENT if found.different else EQUAL
 
 
@@ -131,7 +133,8 @@ def tell(found: Diff, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(diff_text.as_json(found), ensure_ascii=False))
     else:
-        diff_text.show(found, Console())
+        with output() as console:
+            diff_text.show(found, console)
     if not found.comparable:
         return NOT_COMPARABLE
     return EQUAL if found.equal else DIFFERENT
@@ -166,6 +169,5 @@ def _bar(what: str, total: int) -> Iterator[Callable[[str, int], None]]:
 
 def progress() -> Progress:
     """A progress bar that is gone when it is done; nothing where nobody looks."""
-    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())

@@ -82,7 +82,7 @@ def _found(diff: Diff) -> list[RenderableType]:
         parts += [_one(each) for each in others[:MORE]]
         rest = diff.roots.total() - sum(each.root for each in (diff.first, heard) if each) - len(others[:MORE])
         if rest > 0:
-            parts.append(Padding(Text(f"and {rest:,} more"), (0, 0, 0, 2)))
+            parts.append(Padding.indent(Text(f"and {rest:,} more"), 2))
     return parts
 
 
@@ -101,7 +101,7 @@ def _counts(diff: Diff) -> Table:
 def _one(difference: Difference) -> RenderableType:
     also = f" [dim](also {', '.join(difference.also)})[/]" if difference.also else ""
     head = f"[bold]{escape(where(difference.one))}[/]  [red]{difference.cause}[/]{also}"
-    return Padding(Group(Text.from_markup(head), Padding(Text(difference.detail), (0, 0, 0, 2))), (0, 0, 0, 2))
+    return Padding.indent(Group(Text.from_markup(head, emoji=False), Padding.indent(Text(difference.detail), 2)), 2)
 
 
 def _as_json(difference: Difference | None) -> dict[str, Any] | None:

@@ -8,10 +8,10 @@ import sys
 from typing import Any
 
 import httpx
-from rich.console import Console
 
 from gateway import engines, findings
 from gateway.evidence import doctor_text
+from gateway.evidence.output import output
 from gateway.findings import Told
 from gateway.introductions import Introduction, introduce
 from gateway.passes import Passes
@@ -20,7 +20,9 @@ from gateway.settings import Pool, Replica, Settings
 from gateway.upstream import Broken, trust
 
 PROMISED, REFUSED, UNKNOWN = 0, 1, 2
-"""Exit statuses: `strict` would serve, it would refuse, a replica or the gateway did not answer."""
+"""Exit statuses: `strict` would serve, it would refuse, it is not known because somebody did not answer."""
+
+_STATUS = {True: PROMISED, False: REFUSED, None: UNKNOWN}
 
 
 def doctor(settings: Settings, *, url: str | None = None, as_json: bool = False) -> int:
@@ -33,17 +35,19 @@ def doctor(settings: Settings, *, url: str | None = None, as_json: bool = False)
     if as_json:
         print(json.dumps(told, ensure_ascii=False, indent=2))
     else:
-        doctor_text.show(told, Console())
-    if any(replica["state"] != "up" for pool in told["pools"].values() for replica in pool["replicas"].values()):
-        return UNKNOWN
-    return PROMISED if told["strict"] else REFUSED
+        with output() as console:
+            doctor_text.show(told, console)
+    return _STATUS[told["strict"]]
 
 
 async def examine(settings: Settings) -> dict[str, Any]:
     """What `/determinism` of a gateway with these settings would say once it had probed its replicas."""
     passes = Passes(settings.ledger.path)
     pools = await asyncio.gather(*(_examine(settings, pool, passes) for pool in settings.pools))
-    strict = not any(finding["severity"] == "fatal" for pool in pools for finding in pool["findings"])
+    strict = findings.strict_serves(
+        fatal=any(finding["severity"] == "fatal" for pool in pools for finding in pool["findings"]),
+        states=(replica["state"] for pool in pools for replica in pool["replicas"].values()),
+    )
     named = dict(zip((pool.name for pool in settings.pools), pools, strict=True))
     return {"profile": settings.profile, "run": None, "strict": strict, "pools": named}
 

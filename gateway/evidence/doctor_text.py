@@ -41,13 +41,13 @@ def show(told: dict[str, Any], console: Console) -> None:
         for replica, state in pool["replicas"].items():
             if state["state"] != "up":
                 console.print(f"  [bold red]{escape(replica)} is {state['state']}[/]: {escape(state['reason'])}")
-        console.print(Padding(_facts(pool["replicas"]), (0, 0, 0, 2)))
+        console.print(Padding.indent(_facts(pool["replicas"]), 2))
         for indent, line in _findings(pool["findings"]):
-            console.print(Padding(line, (0, 0, 0, indent)), highlight=False)
+            console.print(Padding.indent(line, indent), highlight=False)
         console.print()
     replicas = [each for pool in told["pools"].values() for each in pool["replicas"].items()]
     down = [name for name, replica in replicas if replica["state"] != "up"]
-    if told["strict"] and down:
+    if told["strict"] is None:
         unknown = "[bold yellow]whether strict would serve is not known[/] while a replica is down"
         console.print(f"{unknown}: {escape(', '.join(down))}", highlight=False)
     elif told["strict"]:

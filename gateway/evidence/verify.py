@@ -17,12 +17,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import httpx
-from rich.console import Console
 
 from gateway.evidence import canaries, doctor, endpoints, files, verify_text
 from gateway.evidence.canaries import LATE, NOT_HERE, References, Result
 from gateway.evidence.commands import admin_key, progress
 from gateway.evidence.endpoints import Sampling, Scoring
+from gateway.evidence.output import output
 from gateway.findings import Case, Told, alone, replicas
 from gateway.passes import Passes
 from gateway.settings import Pool, Settings
@@ -120,7 +120,8 @@ def verify(
     if as_json is not None and str(as_json) == "-":
         print(text)
     else:
-        verify_text.show(told, Console())
+        with output() as console:
+            verify_text.show(told, console)
     if tell is not None:
         kept &= hand(settings, tell, told)
     if not kept:

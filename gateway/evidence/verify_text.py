@@ -22,14 +22,14 @@ def show(told: dict[str, Any], console: Console) -> None:
             word = "[green]passed[/]" if state["passed"] else "[bold red]not passed[/]"
             console.print(f"  {escape(replica)} {word} · {state['fingerprint'] or 'unknown'}", highlight=False)
             for line in _lines(state["canaries"]):
-                console.print(Padding(line, (0, 0, 0, 4)), highlight=False)
+                console.print(Padding.indent(line, 4), highlight=False)
         if pool["across"]:
             console.print("  replicas against each other", highlight=False)
             for line in _lines(pool["across"]):
-                console.print(Padding(line, (0, 0, 0, 4)), highlight=False)
+                console.print(Padding.indent(line, 4), highlight=False)
     console.print("\nNot told by this:", highlight=False)
     for line in told["cannot_tell"]:
-        console.print(Padding(f"· {escape(line)}", (0, 0, 0, 2)), highlight=False)
+        console.print(Padding.indent(f"· {escape(line)}", 2), highlight=False)
     word = "[bold green]passed[/]" if told["passed"] else "[bold red]not passed[/]"
     console.print(f"\n{word}", highlight=False)
 

@@ -129,6 +129,16 @@ def judge(pool: Pool, told: Mapping[str, Told]) -> list[Finding]:
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
+def strict_serves(*, fatal: bool, states: Iterable[str]) -> bool | None:
+    """Whether `profile: strict` would serve, by what was found and the states of the replicas.
+
+    None, not known: nothing fatal was found, but a replica is not up, so nobody can vouch for it.
+    """
+    if fatal:
+        return False
+    return True if all(state == "up" for state in states) else None
+
+
 def reasons(found: Iterable[Finding], names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """By name of the replicas: the reasons that answers of each carry, each once."""
     carried: dict[str, dict[str, None]] = {name: {} for name in names}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from heapq import nlargest
 
-from gateway.findings import Finding
+from gateway.findings import Finding, strict_serves
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.ui.frame import count, facts, note, sign, table
 from gateway.ui.html import Inner, Markup, name, render, tag
@@ -95,9 +95,13 @@ def _weights(pool: Pool) -> Inner:
 
 def _strict(pool: Pool, profile: str) -> Markup:
     verb = "is" if profile == "strict" else "would be"
-    if pool.contradicts is None:
-        return sign("good", f"{verb} served")
-    return sign("bad", f"{verb} refused")
+    states = (replica.state for replica in pool.replicas.values())
+    match strict_serves(fatal=pool.contradicts is not None, states=states):
+        case True:
+            return sign("good", f"{verb} served")
+        case False:
+            return sign("bad", f"{verb} refused")
+    return sign("warn", "not known while a replica is not up")
 
 
 def _findings(found: Iterable[Finding]) -> Markup:

@@ -49,8 +49,8 @@ def test_names_that_cannot_be_are_refused(headers: dict[bytes, bytes], param: st
         ("/sessions//chat/completions", "session id"),
         ("/sessions//x/v1/models", "session id"),
         ("/runs/r/sessions//v1/models", "session id"),
-        ("/runs//sessions/s/v1/models", "X-Detgate-Run"),
-        ("/runs//v1/models", "X-Detgate-Run"),
+        ("/runs//sessions/s/v1/models", "run"),
+        ("/runs//v1/models", "run"),
     ],
 )
 def test_a_name_in_the_path_is_not_left_out(path: str, param: str) -> None:

@@ -58,7 +58,7 @@ async def said(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) 
             0,
             set(),
         ),
-        (GOOD_VLLM, {"engine": "sglang"}, 2, {"engine-other"}),
+        (GOOD_VLLM, {"engine": "sglang"}, 1, {"engine-other"}),
         (GOOD_VLLM | {"role": "reward", "prefix_cache": False}, {}, 1, {"role-mismatch"}),
         (UNTOLD | {"role": "reward", "prefix_cache": False}, {}, 1, {"role-mismatch"}),
         (UNTOLD, {"role": "reward"}, 1, {"role-mismatch", "prefix-cache"}),
@@ -216,9 +216,8 @@ async def test_everything_that_sglang_tells_is_read(tmp_path: Path) -> None:
 
 
 async def test_people_read_what_breaks_how_sure_it_is_and_what_mends_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
     async with engines(*[{"engine": "sglang", "deterministic": False}] * 2) as urls:
         status, out = await said(configured(tmp_path, pool("policy", *urls, engine="sglang")), capsys)
     assert status == 1
@@ -249,17 +248,36 @@ async def test_of_a_server_that_nobody_reached_nothing_is_shown(
     assert status == 2
     assert [line.split() for line in out.splitlines() if "fingerprint" in line] == [["fingerprint", "–"]]
     assert out.rstrip().endswith("whether strict would serve is not known while a replica is down: policy-0")
-    _, told = await said(file, capsys, "--json")
-    assert json.loads(told)["pools"]["policy"]["replicas"]["policy-0"]["fingerprint"] is None
+    status, out = await said(file, capsys, "--json")
+    told = json.loads(out)
+    assert (status, told["strict"]) == (2, None)
+    assert told["pools"]["policy"]["replicas"]["policy-0"]["fingerprint"] is None
 
 
 async def test_what_is_fatal_is_refused_whoever_else_does_not_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with engines(GOOD_VLLM | {"deterministic": False}) as urls:
-        status, out = await said(configured(tmp_path, pool("policy", *urls, "http://127.0.0.1:9")), capsys)
-    assert status == 2
+        file = configured(tmp_path, pool("policy", *urls, "http://127.0.0.1:9"))
+        status, out = await said(file, capsys)
+        status_of_json, told = await said(file, capsys, "--json")
+    assert status == status_of_json == 1
     assert out.rstrip().endswith("strict would refuse: each finding marked fatal has to be mended")
+    assert json.loads(told)["strict"] is False
+
+
+async def test_a_running_gateway_does_not_vouch_for_a_replica_that_is_down_either(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with engines(GOOD_VLLM) as urls:
+        async with gateway(pool("policy", *urls, "http://127.0.0.1:9", models=[])) as gate:
+            down = gate.gateway.fleet.pools["policy"].replicas["policy-1"]
+            await gate.until(lambda: down.state == "down")
+            capsys.readouterr()
+            status = await asyncio.to_thread(main, ["doctor", "--url", gate.url, "--json"])
+            told = json.loads(capsys.readouterr().out)
+            assert (status, told["strict"]) == (2, None)
+            assert "not known while a replica is not up" in (await gate.http.get("/ui/")).text
 
 
 def test_no_pools_is_a_wrong_configuration(capsys: pytest.CaptureFixture[str]) -> None:

@@ -350,10 +350,7 @@ def test_a_hash_is_no_key_to_tell_a_gateway_with(
 
 
 @pytest.mark.usefixtures("one_route")
-async def test_the_command_reports_as_text_json_and_junit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "250")
+async def test_the_command_reports_as_text_json_and_junit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with simulated("vllm", batch_dependent=True, prefix_cache=False) as engine:
         file = tmp_path / "gateway.yaml"
         file.write_text(json.dumps({"pools": [pool("policy", engine.url)], "ledger": {"path": str(tmp_path)}}))

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from tests.field import clock
-from tests.harness import FakeWorker, Gate, Reply, Seen, Wire, gateway, polite, pool
+from tests.harness import CarrierName, FakeWorker, Gate, Reply, Seen, Wire, gateway, polite, pool
 from tests.hostile.answers import parse
 from tests.hostile.cases import BODY, CHUNKED, HOST, LENGTH, LIVEZ, post
 
@@ -111,8 +111,12 @@ def test_who_takes_nothing_of_its_answer_is_ended(stream: bool) -> None:
     clock.run(main())
 
 
-def test_who_takes_a_little_now_and_then_is_not_ended() -> None:
-    """Though it is so little that the kernel, which holds megabytes for it, takes no more from the gateway."""
+@pytest.mark.parametrize(("carrier", "little"), [("http1", 8192), ("asgi", 200_000)])
+def test_who_takes_a_little_now_and_then_is_not_ended(carrier: CarrierName, little: int) -> None:
+    """Though it is so little that the kernel, which holds megabytes for it, takes no more from the gateway.
+
+    Through ASGI the gateway sees no less than what its server takes at once.
+    """
 
     async def script(seen: Seen, reply: Reply) -> None:
         reply.json({"choices": [], "padding": "x" * 20_000_000})
@@ -120,7 +124,11 @@ def test_who_takes_a_little_now_and_then_is_not_ended() -> None:
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        async with FakeWorker(script) as worker, gateway(pool("policy", worker.url), health={"interval": 30}) as gate:
+        health = {"interval": 30}
+        async with (
+            FakeWorker(script) as worker,
+            gateway(pool("policy", worker.url), carrier=carrier, health=health) as gate,
+        ):
             with socket.socket() as sock:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 sock.setblocking(False)
@@ -128,7 +136,7 @@ def test_who_takes_a_little_now_and_then_is_not_ended() -> None:
                 await loop.sock_sendall(sock, post(HOST, LENGTH))
                 begin = loop.time()
                 while loop.time() - begin < 400:
-                    assert await loop.sock_recv(sock, 8192)
+                    assert await loop.sock_recv(sock, little)
                     await asyncio.sleep(10)
                     assert not gate.idle()
 

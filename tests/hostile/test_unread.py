@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from gateway.core import merge
-from tests.harness import DONE, FakeWorker, Gate, Reply, Seen, chat, completion, delta, gateway, pool
+from tests.field.routes import both_carriers
+from tests.harness import DONE, CarrierName, FakeWorker, Gate, Reply, Seen, chat, completion, delta, gateway, pool
 from tests.waiting import until
 
 BIG = 8_000_000
@@ -55,20 +56,55 @@ def ends(gate: Gate) -> list[str]:
     return [record["outcome"] for record in gate.records() if record["event"] == "closed"]
 
 
+@both_carriers
 @pytest.mark.parametrize("headers", [(), ("connection: close",)])
-async def test_an_answer_that_was_not_taken_whole_is_not_delivered(headers: tuple[str, ...]) -> None:
-    async with FakeWorker(big) as worker, gateway(pool("policy", worker.url)) as gate:
+async def test_an_answer_that_was_not_taken_whole_is_not_delivered(
+    headers: tuple[str, ...], carrier: CarrierName
+) -> None:
+    async with FakeWorker(big) as worker, gateway(pool("policy", worker.url), carrier=carrier) as gate:
         async with asked(gate, request(*headers)) as sock:
             assert ends(gate) == []
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         await gate.until(lambda: ends(gate) == ["abandoned"])
 
 
+@both_carriers
 @pytest.mark.parametrize("headers", [(), ("connection: close",)])
-async def test_nor_is_one_whose_client_reads_nothing_for_too_long(headers: tuple[str, ...]) -> None:
-    async with FakeWorker(big) as worker, gateway(pool("policy", worker.url), timeouts={"client_write": 0.5}) as gate:
+async def test_nor_is_one_whose_client_reads_nothing_for_too_long(
+    headers: tuple[str, ...], carrier: CarrierName
+) -> None:
+    timeouts = {"client_write": 0.5}
+    async with (
+        FakeWorker(big) as worker,
+        gateway(pool("policy", worker.url), carrier=carrier, timeouts=timeouts) as gate,
+    ):
         async with asked(gate, request(*headers)):
             await gate.until(lambda: ends(gate) == ["abandoned"])
+
+
+@both_carriers
+async def test_a_stream_that_nobody_reads_lets_its_replica_go(carrier: CarrierName) -> None:
+    left = asyncio.Event()
+
+    async def endless(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        try:
+            while True:
+                reply.chunk(b": " + b"x" * 65_534 + b"\n\n")
+                await reply.writer.drain()
+        except ConnectionError:
+            left.set()
+            raise
+
+    timeouts = {"client_write": 0.5}
+    async with (
+        FakeWorker(endless) as worker,
+        gateway(pool("policy", worker.url), carrier=carrier, timeouts=timeouts) as gate,
+    ):
+        async with asked(gate, request(stream=True)):
+            await gate.until(lambda: ends(gate) == ["abandoned"])
+            assert gate.in_flight("policy-0") == 0
+            await until(left.is_set)
 
 
 @pytest.mark.parametrize("headers", [(), ("connection: close",)])

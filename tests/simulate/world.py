@@ -85,7 +85,7 @@ class Member:
         gateway: Any = self.gateway
         runs, replicas = gateway._store._runs.values(), list(gateway.fleet.replicas)
         counts = {
-            "requests": gateway.pipeline._serving,
+            "requests": gateway.pipeline.serving,
             "sendings": len(gateway.pipeline.dispatcher.live),
             "waiting": sum(run.waiting for run in runs),
             "owed": gateway._store.owed,
