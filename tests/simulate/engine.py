@@ -14,9 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
-from tests.simulate.loop import PROCESS, Loop
+from tests.simulate.loop import Loop
 from tests.simulate.network import Network
 
 _MODE = {"vllm_env": {"VLLM_BATCH_INVARIANT": True}, "vllm_config": {"cache_config": {"enable_prefix_caching": False}}}
@@ -81,18 +79,18 @@ class Engine:
         for inside in tuple(self.inside):
             self.let_go(inside)
 
-    def tell(self, path: str) -> httpx.Response:
+    def tell(self, path: str) -> tuple[int, bytes]:
         """What it answers to a question about itself."""
         if path == "/v1/models":
-            return httpx.Response(200, json={"object": "list", "data": [{"id": self.pool, "object": "model"}]})
+            return 200, b'{"object":"list","data":[{"id":"%b","object":"model"}]}' % self.pool.encode()
         if path == "/metrics":
-            return httpx.Response(200, text=self.metrics())
+            return 200, self.metrics().encode()
         if path == "/version":
-            return httpx.Response(200, json={"version": "0.32.0"})
+            return 200, b'{"version":"0.32.0"}'
         if path == "/server_info?config_format=json":
-            return httpx.Response(200, json=_MODE)
+            return 200, json.dumps(_MODE).encode()
         generates = path == "/v1/chat/completions" and self.pool == "policy"
-        return httpx.Response(200 if path == "/health" else 405 if generates else 404, text="")
+        return 200 if path == "/health" else 405 if generates else 404, b""
 
     def metrics(self) -> str:
         return (
@@ -136,8 +134,7 @@ class Connection(asyncio.Protocol):
         self._data = b""
         method, path, _ = head.decode().split(" ", 2)
         if method == "GET":
-            answer = self._engine.tell(path)
-            self._say(answer.status_code, answer.content)
+            self._say(*self._engine.tell(path))
             return
         engine_id = _ID.search(head)
         self._serve(json.loads(body), engine_id[1].decode() if engine_id else "")
@@ -223,29 +220,3 @@ def _stream(said: str, plain: bool) -> list[bytes]:
 
 def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-@dataclass
-class Asking:
-    """The HTTP client of a gateway's probes."""
-
-    network: Network
-    engines: dict[str, Engine]
-
-    async def __aenter__(self) -> Asking:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        pass
-
-    async def get(self, url: str, headers: Any = None) -> httpx.Response:
-        host, _, path = url.removeprefix("http://").partition("/")
-        engine, here = self.engines[host], PROCESS.get().name
-        loop = self.network.loop
-        await asyncio.sleep(self.network.arrives(here, host) - loop.time())
-        up = engine.up
-        answer = engine.tell(f"/{path}") if up else None
-        await asyncio.sleep(self.network.arrives(host, here) - loop.time())
-        if answer is None:
-            raise httpx.ConnectError("refused") from ConnectionRefusedError(111, "refused")
-        return answer

@@ -32,7 +32,7 @@ from gateway.shared import scripts
 from tests.simulate import faults
 from tests.simulate.clients import SIZES, Clients, Kind
 from tests.simulate.door import Visit
-from tests.simulate.engine import Asking, Engine, Inside
+from tests.simulate.engine import Engine, Inside
 from tests.simulate.loop import Halted, Loop, Process
 from tests.simulate.network import Network
 from tests.simulate.server import Server
@@ -470,8 +470,6 @@ def _own(world: World) -> Iterator[None]:
     structlog.configure(processors=[_with_error, note], cache_logger_on_first_use=False)
     logging.getLogger("asyncio").disabled = True
     with (
-        mock.patch("gateway.health.trust", return_value=None),
-        mock.patch("httpx.AsyncClient", return_value=Asking(world.network, world.engines)),
         mock.patch("os.getpid", return_value=1),
         mock.patch("socket.gethostname", return_value="host"),
         mock.patch("gateway.shared.lanes.secrets", entropy),
