@@ -680,3 +680,55 @@ async def test_runs_that_are_being_opened_count_too(tmp_path: Path, reading: thr
             reading.set()
             assert (await opened(gate, "a", "2")).headers["x-detgate-index"] == "1"
             assert (await opened(gate, "b", "2")).headers["x-detgate-index"] == "1"
+
+
+# --- what cannot be made out
+
+
+BROKEN_ABOUT = {
+    "empty": b"",
+    "cut": b'{"run": "r", "named": true, "state": "op',
+    "no object": b"[]",
+    "no settings": b'{"run": "r", "named": true, "state": "open", "started": 1}',
+    "settings of another type": b'{"run": "r", "named": true, "state": "open", "started": 1, "deciding": []}',
+    "another state": b'{"run": "r", "named": true, "state": "ajar", "started": 1, "deciding": {}}',
+}
+
+
+@pytest.mark.parametrize("content", BROKEN_ABOUT.values(), ids=BROKEN_ABOUT)
+async def test_a_run_whose_settings_cannot_be_made_out_is_refused(tmp_path: Path, content: bytes) -> None:
+    ledger: dict[str, Any] = {"ledger": {"path": str(tmp_path)}}
+    async with FakeWorker() as worker:
+        async with gateway(pool("policy", worker.url), run="r", **ledger) as gate:
+            await ask(gate, "1")
+        whole = (tmp_path / "r" / "run.json").read_bytes()
+        (tmp_path / "r" / "run.json").write_bytes(content)
+        as_it_was = files(tmp_path / "r")
+        for given in ({"run": "r"}, {"run": "r", "resume": True}, {}):
+            with pytest.raises(InvalidSettings, match=r"r/run\.json does not say .* Put it back"):
+                async with gateway(pool("policy", worker.url), **ledger, **given):
+                    pass
+        async with gateway(pool("policy", worker.url), run="other", **ledger) as gate:
+            for path in ("/runs/r/sessions/s", "/admin/runs/r/requests"):
+                assert error_of(await gate.http.get(path)) == (503, "run_unreadable")
+            refused = await of_run(gate, "r", "2")
+            assert error_of(refused) == (503, "run_unreadable")
+            assert f"{tmp_path}/r/run.json" in refused.json()["error"]["message"]
+            assert files(tmp_path / "r") == as_it_was
+            (tmp_path / "r" / "run.json").write_bytes(whole)
+            assert (await of_run(gate, "r", "2")).headers["x-detgate-index"] == "1"
+
+
+async def test_what_could_not_be_written_whole_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Path.write_bytes
+
+    def full(file: Path, data: bytes) -> int:
+        write(file, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), ledger={"path": str(tmp_path)}) as gate:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_bytes", full)
+            assert error_of(await of_run(gate, "x", "1")) == (503, "ledger_unwritable")
+        assert list(files(tmp_path / "x")) == ["lock"]
+        assert (await of_run(gate, "x", "1")).headers["x-detgate-index"] == "0"

@@ -9,9 +9,19 @@ from typing import Any
 
 import orjson
 
+from gateway.core.errors import Busy
 from gateway.ledger.writer import Ledger
 
 BUFFER = 1 << 20
+
+
+class Unreadable(Busy):
+    """What a run goes on from cannot be made out, so it is not served until somebody has mended it."""
+
+    code = "run_unreadable"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retry_after=60)
 
 
 @dataclass(slots=True)

@@ -146,9 +146,9 @@ def recall(folder: Path) -> Memory:
         return Memory()
 
 
-def remember(folder: Path, memory: Memory) -> None:
+def remember(folder: Path, gateway: str, memory: Memory) -> None:
     """Keep it for those who come later."""
-    partial = folder / f"{MEMORY}.{os.getpid()}"
+    partial = folder / f"{MEMORY}.{gateway}"
     try:
         partial.write_bytes(orjson.dumps(tuple(memory)))
         partial.replace(folder / MEMORY)
