@@ -24,7 +24,8 @@ from typing import Any
 import orjson
 
 from gateway.core.errors import Busy, NotFound
-from gateway.ledger.reader import Segments, Unreadable, forget, unmarked
+from gateway.ledger.reader import Segments, forget, unmarked
+from gateway.ledger.shapes import Unreadable, unsound, wrong
 from gateway.ledger.writer import Ledger, LedgerFault
 from gateway.sessions import Sessions
 from gateway.settings import InvalidSettings, Settings
@@ -411,15 +412,23 @@ def _restored(
 ) -> tuple[list[dict[str, Any]], int]:
     """Bring counters and sessions to where a run's ledger left them. Gives what that lacks, and the epoch.
 
-    `through`: what the records go through.
+    `through`: what the records go through. Raises `Unreadable`.
     """
     segments = Segments(folder)
-    lost = store.restore(name, folder, sessions.restoring(name, folder, through(segments)))
+    lost = store.restore(name, folder, sessions.restoring(name, folder, through(_sound(segments))))
     gaps = [{"event": "gap", "run": name, "time": time.time(), "missing": None}] * unmarked(folder)
     epoch = segments.gaps + len(gaps)
     if epoch:
         store.fence(name)
     return gaps + lost, epoch
+
+
+def _sound(segments: Segments) -> Iterator[dict[str, Any]]:
+    """All records. Raises `Unreadable` at the first from which no run can go on."""
+    for record in segments:
+        if (why := wrong(record)) is not None:
+            raise unsound(f"{segments.file}, line {segments.line}", why)
+        yield record
 
 
 def _chosen(settings: Settings, *, resume: bool, new: bool) -> str:

@@ -351,7 +351,7 @@ def _past(folder: Path, run: str, name: str) -> Past:
     told = orjson.loads(b"".join(found.lines([last or keys[-1]])))
     if session.reward is None and told["session_reward"] is not None:
         session.add(None, told["session_reward"])
-    return Past(session, found, 0 if last is None else None if told["order"] == "client" else last.index + 1)
+    return Past(session, found, 0 if last is None else None if told.get("order") == "client" else last.index + 1)
 
 
 async def read(request: Request, shape: type[Shape]) -> Shape:

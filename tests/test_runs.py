@@ -22,6 +22,7 @@ from gateway import runs
 from gateway.core.canonical import raw
 from gateway.core.types import Request
 from gateway.ledger.reader import Segments
+from gateway.ledger.shapes import Unreadable
 from gateway.runs import Run, RunBusy, Told
 from gateway.sessions import Sessions
 from gateway.settings import InvalidSettings, Settings
@@ -98,10 +99,22 @@ async def test_a_run_that_cannot_be_opened_leaves_nothing_behind(
         assert sorted(file.name for file in (tmp_path / "x").iterdir() if file.suffix != ".db") == ["lock"]
         assert len(os.listdir("/proc/self/fd")) < before + 10
         monkeypatch.undo()
-        (tmp_path / "x" / "1-1.jsonl").write_text('{"event":"opened","session":"s","identity":"s","index":0}\n')
+        broken = tmp_path / "x" / "1-1.jsonl"
+        broken.write_text('{"event":"fleet"}\n{"event":"opened","session":"s","identity":"s","index":0}\n')
         for _ in range(2):
             answer = await ask(gate, "a", **{"x-detgate-run": "x"})
-            assert answer.json()["error"]["code"] == "internal_error"
+            assert error_of(answer) == (503, "run_unreadable")
+            assert answer.json()["error"]["message"].startswith(
+                f"{broken}, line 2 is no sound record: order is missing"
+            )
+        assert runs._free(tmp_path / "x")
+        assert sorted(files(tmp_path / "x")) == ["1-1.jsonl", "lock"]
+        assert len(os.listdir("/proc/self/fd")) < before + 10
+        with pytest.raises(InvalidSettings, match=r"ledger.path: .*1-1\.jsonl, line 2 is no sound record"):
+            async with gateway(pool("policy", worker.url), run="x", ledger={"path": str(tmp_path)}):
+                pass
+        broken.write_text('{"event":"fleet"}\n\n')
+        assert "epoch" in (await ask(gate, "a", **{"x-detgate-run": "x"})).headers["x-detgate-guarantee"]
 
 
 async def test_what_was_in_flight_is_closed_as_lost_and_its_index_taken_again_by_its_bytes(tmp_path: Path) -> None:
@@ -717,6 +730,83 @@ async def test_a_run_whose_settings_cannot_be_made_out_is_refused(tmp_path: Path
             assert files(tmp_path / "r") == as_it_was
             (tmp_path / "r" / "run.json").write_bytes(whole)
             assert (await of_run(gate, "r", "2")).headers["x-detgate-index"] == "1"
+
+
+async def told_of_everything(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run in which most things happened."""
+    ledger: dict[str, Any] = {"ledger": {"path": str(folder)}}
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), run="r", **ledger) as gate:
+        await gate.http.post("/admin/weights", json={"version": "v1"})
+        for body in ({"identity": "a"}, {"identity": "g", "group_size": 2, "weights": "hold"}):
+            made = (await gate.http.post("/sessions", json=body)).json()
+        for member in made["sessions"]:
+            key = {"authorization": f"Bearer {member['api_key']}"}
+            await gate.http.post("/v1/chat/completions", json=chat(), headers=key)
+            await gate.http.post("/rl/set_reward", json={"reward": 1.0}, headers=key)
+        await gate.http.delete("/sessions/g:1?failed=bad")
+        for headers in ({"idempotency-key": "k"}, {"x-session-id": "n", "x-request-index": "3"}):
+            await gate.http.post("/v1/chat/completions", json=chat(), headers=headers)
+        gate.gateway.runs.own.ledger.flush()
+        return [json.loads(line) for line in gate_lines(folder)]
+
+
+async def test_whatever_is_wrong_with_a_record_the_run_is_refused_with_its_place_or_goes_on(tmp_path: Path) -> None:
+    """Nothing else comes of it, and nothing is left behind."""
+    records = await told_of_everything(tmp_path / "whole")
+    events = {"opened", "complete", "closed", "session", "session_ended", "session_weights", "reward", "weights"}
+    assert events <= {record["event"] for record in records}
+    settings = Settings.load(None, {}, {"ledger": {"path": str(tmp_path)}, "pools": [POOL]})
+    folder = tmp_path / "r"
+    folder.mkdir()
+    seen: set[str] = set()
+    refusals: list[tuple[int, str]] = []
+    for number, record in enumerate(records):
+        kind = record["event"] + str(record.get("group")) + str(record.get("key"))
+        if kind in seen:
+            continue
+        seen.add(kind)
+        for name in record:
+            for value in (..., None, -1, "x", ["x"]):
+                broken = {key: each for key, each in record.items() if key != name or value is not ...}
+                if value is not ...:
+                    broken[name] = value
+                lines = [*records[:number], broken, *records[number + 1 :]]
+                (folder / "1-1.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+                store = MemoryStore()
+                sessions = Sessions(settings, store)
+                try:
+                    Run(settings, "r", store, sessions, lambda: None, named=True).close()
+                except Unreadable as fault:
+                    refusals.append((number + 1, fault.message))
+                assert runs._free(folder)
+                assert (store.scopes, sessions.live, sessions._past, store._shelves) == (0, 0, {}, {})
+                for file in folder.iterdir():
+                    file.unlink()
+    assert len(refusals) > 200
+    assert all(f"/1-1.jsonl, line {line} is no sound record: " in message for line, message in refusals)
+
+
+@pytest.mark.parametrize("long", [False, True])
+async def test_a_session_of_an_ended_run_with_a_broken_record_is_refused_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: bool
+) -> None:
+    if long:
+        monkeypatch.setattr(runs, "LARGE", 0)
+    async with FakeWorker() as worker:
+        async with gateway(pool("policy", worker.url), run="r", ledger={"path": str(tmp_path)}) as gate:
+            await gate.http.post("/sessions", json={"identity": "a"})
+        [file] = (tmp_path / "r").glob("*.jsonl")
+        file.write_bytes(file.read_bytes().replace(b'"key_digest":"', b'"key_digest":"x'))
+        async with gateway(pool("policy", worker.url), run="other", ledger={"path": str(tmp_path)}) as gate:
+            refused = await gate.http.get("/runs/r/sessions/a")
+            assert error_of(refused) == (503, "run_unreadable")
+            assert str(file) in refused.json()["error"]["message"]
+            answers = [await of_run(gate, "r", "1")]
+            if long:
+                await gate.until(lambda: gate.gateway.runs._opening["r"].done())
+                answers = [await of_run(gate, "r", "1")]
+            assert error_of(answers[0]) == (503, "run_unreadable")
+            assert runs._free(tmp_path / "r")
 
 
 async def test_what_could_not_be_written_whole_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import orjson
 
 from gateway.core.ordering import Rank, canonical, submitted
+from gateway.ledger.shapes import unsound, wrong
 
 if TYPE_CHECKING:  # Loading it takes longer than a page of a run takes to be read.
     from gateway.ledger.writer import Mark
@@ -66,6 +67,7 @@ class Requests:
     """The requests of one run, or of one session of it. Made by reading its records once, which may take a while.
 
     `since`: the records before it do not matter. `among`: these requests alone, so that memory is bounded by them.
+    Raises `Unreadable` where a record of the one session's life cannot be made out.
     """
 
     def __init__(
@@ -176,6 +178,8 @@ class Requests:
 
     def _note(self, record: dict[str, Any], span: Span) -> None:
         if self._alone and record.get("event") in ("session", "session_weights", "session_ended"):
+            if (why := wrong(record)) is not None:
+                raise unsound(f"{self._files[span.segment]}, byte {span.offset}", why)
             self.life.append(record)
         match record:
             case {"event": "session", "session": str(session), "submission": order}:
@@ -188,8 +192,15 @@ class Requests:
                 self._closed(self._key(session, identity, index), record, span)
             case {"event": "gateway", "gateway": str(gateway)}:
                 self.gateways.add(gateway)
-            case {"event": "reward", "session": str(session), "identity": str(identity), "index": int(index)}:
-                self._rewarded(self._key(session, identity, index), record)
+            case {
+                "event": "reward",
+                "session": str(session),
+                "identity": str(identity),
+                "index": int(index),
+                "reward": reward,
+                "session_reward": total,
+            }:
+                self._rewarded(self._key(session, identity, index), reward, total)
             case {"event": "session_ended", "session": str(session), "session_reward": reward}:
                 self._rewards[session] = reward
 
@@ -221,10 +232,10 @@ class Requests:
         if delivered or not entry.delivered:
             entry.closed, entry.delivered = span, delivered
 
-    def _rewarded(self, key: Key, record: dict[str, Any]) -> None:
-        self._rewards[key.session] = record["session_reward"]
+    def _rewarded(self, key: Key, reward: float | None, total: float | None) -> None:
+        self._rewards[key.session] = total
         if key in self._entries:
-            self._entries[key].reward = record["reward"]
+            self._entries[key].reward = reward
 
     def _merged(self, segments: list[int], key: Key) -> dict[str, Any]:
         entry = self._entries[key]
