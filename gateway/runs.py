@@ -395,6 +395,11 @@ class Runs:
         folder = self._settings.ledger.path / name
         return folder if _known(folder).get("state") == ENDED else None
 
+    def look(self) -> None:
+        """Notice what was taken away of the ledgers, and what is back."""
+        for run in self._open.values():
+            run.ledger.look()
+
     def close(self) -> None:
         """End all of them cleanly."""
         for opening in self._opening.values():

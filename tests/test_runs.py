@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from gateway import runs
 from gateway.core.canonical import raw
@@ -822,3 +824,43 @@ async def test_what_could_not_be_written_whole_is_not_left(tmp_path: Path, monke
             assert error_of(await of_run(gate, "x", "1")) == (503, "ledger_unwritable")
         assert list(files(tmp_path / "x")) == ["lock"]
         assert (await of_run(gate, "x", "1")).headers["x-detgate-index"] == "0"
+
+
+# --- what is taken away while it is served
+
+
+@pytest.mark.parametrize("on_error", ["fail", "continue"])
+async def test_a_run_whose_folder_is_taken_away_is_noticed(tmp_path: Path, on_error: str) -> None:
+    ledger: dict[str, Any] = {"ledger": {"path": str(tmp_path), "on_error": on_error}}
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), run="r", **ledger) as gate:
+        await ask(gate, "1")
+        await of_run(gate, "other", "1")
+        shutil.rmtree(tmp_path / "r")
+        with capture_logs() as logs:
+            await gate.until(lambda: gate.gateway.runs.own.ledger.broken)
+            assert await gate.gauge("detgate_ledger_errors_total") >= 1
+            answer = await ask(gate, "2")
+            ready = await gate.http.get("/readyz")
+        if on_error == "fail":
+            assert error_of(answer) == (503, "ledger_unwritable")
+            assert ready.json()["why"] == ["The ledger cannot be written: its segment was removed or renamed."]
+            assert len(worker.seen) == 2
+        else:
+            assert "unrecorded" in answer.headers["x-detgate-guarantee"]
+            assert ready.status_code == 200
+        assert [each["event"] for each in logs if "ledger" in each["event"]] == ["the ledger cannot be written"]
+        assert "unrecorded" not in (await of_run(gate, "other", "2")).headers["x-detgate-guarantee"]
+    assert not (tmp_path / "r").exists()
+    assert about(tmp_path, "other")["state"] == "ended"
+
+
+async def test_a_run_whose_segment_was_taken_away_goes_on_in_another_epoch(tmp_path: Path) -> None:
+    ledger: dict[str, Any] = {"ledger": {"path": str(tmp_path)}, "run": "r"}
+    async with FakeWorker() as worker:
+        async with gateway(pool("policy", worker.url), **ledger) as gate:
+            await ask(gate, "1")
+            gate.gateway.runs.own.ledger.file.unlink()
+            await gate.until(lambda: gate.gateway.runs.own.ledger.broken)
+        assert about(tmp_path, "r")["state"] == "open"
+        async with gateway(pool("policy", worker.url), **ledger) as gate:
+            assert "epoch" in (await ask(gate, "2")).headers["x-detgate-guarantee"]

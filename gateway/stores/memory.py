@@ -206,6 +206,7 @@ class MemoryStore:
 
     def close(self, run: str) -> None:
         """A run has ended: it is forgotten."""
+        self._fenced.discard(run)
         for key in [key for key in self._scopes if key.run == run]:
             self._weight -= WEIGHT + self._scopes.pop(key).remembered
         for place in [place for place in self._sessions if place[0] == run]:
