@@ -42,7 +42,7 @@ ABOUT: dict[str, tuple[type, ...]] = {
     "deciding": (dict,),
     "state": (str,),
 }
-"""What `run.json` holds, and the types of it."""
+"""What `run.json` holds, and of which type. One that was moved here to be looked at may have less."""
 
 LARGE = 8 << 20
 """Bytes of a ledger above which it is read beside the loop: some tenth of a second."""
@@ -95,7 +95,7 @@ class Run:
         self._begun: Ledger | None = None
         try:
             known = _known(self.folder)
-            if known and (known["state"] == SHARED) != store.shared:
+            if known and (known.get("state") == SHARED) != store.shared:
                 raise OtherState(name, shared=store.shared)
             self.resumed = bool(known)
             deciding = settings.deciding()
@@ -306,7 +306,7 @@ class Runs:
         self._make_room()
         if isinstance(self._store, MemoryStore) and self._size(name) > LARGE:
             known = _known(self._settings.ledger.path / name)
-            if known and known["state"] == SHARED:
+            if known.get("state") == SHARED:
                 raise OtherState(name, shared=False)
             self._opening[name] = start(self._open_beside(Told(self._settings, name)), f"run {name}")
             raise self._not_yet(name)
@@ -476,11 +476,13 @@ def _known(folder: Path) -> dict[str, Any]:
         raise _unreadable(file, "it is no JSON") from None
     if not isinstance(known, dict):
         raise _unreadable(file, "it is no JSON object")
-    wrong = [name for name, types in ABOUT.items() if type(known.get(name)) not in types]
-    if not wrong and known["state"] not in (OPEN, ENDED, SHARED):
-        wrong = ["state"]
-    if wrong:
-        raise _unreadable(file, f"missing or of another type: {', '.join(wrong)}")
+    if "deciding" not in known:
+        raise _unreadable(file, "deciding is missing")
+    for name, types in ABOUT.items():
+        if name in known and type(known[name]) not in types:
+            raise _unreadable(file, f"{name} is of another type")
+    if known.get("state", OPEN) not in (OPEN, ENDED, SHARED):
+        raise _unreadable(file, "state is none that a run has")
     return known
 
 
