@@ -473,11 +473,13 @@ async def test_who_reads_a_run_that_has_ended_opens_nothing_and_reads_what_was_t
     ledger: dict[str, Any] = {"ledger": {"path": str(tmp_path)}, "auth": {"admin_key": "admin"}}
     admin = {"authorization": "Bearer admin"}
     paths = ["used", "a", "a-1", "g:0", "held:1", "numbered", "sorted", "b"]
+    groups = ["g", "held", "g%2F2"]
 
     async def read(gate: Gate) -> list[Any]:
+        together = [(await gate.http.get(f"/runs/old/groups/{name}", headers=admin)).json() for name in groups]
         states = [(await gate.http.get(f"/runs/old/sessions/{name}", headers=admin)).json() for name in paths]
         lines = [(await gate.http.get(f"/runs/old/sessions/{name}/requests", headers=admin)).text for name in paths]
-        return [*states, *lines]
+        return [*states, *lines, *together]
 
     async def script(seen: Seen, reply: Reply) -> None:
         reply.json(completion() | {"metadata": {"weight_version": "v1"}})
@@ -492,6 +494,8 @@ async def test_who_reads_a_run_that_has_ended_opens_nothing_and_reads_what_was_t
                 body = {"identity": group, "group_size": 2, "weights": weights}
                 group_made = (await gate.http.post("/sessions", json=body, headers=admin)).json()
             held = group_made["sessions"][0]["api_key"]
+            await gate.http.post("/sessions", json={"identity": "g/2", "group_size": 3}, headers=admin)
+            await gate.http.delete("/sessions/g%2F2:1?failed=bad", headers=admin)
             for text in ("1", "2"):
                 await of_run(gate, "old", text, "used")
                 await of_run(gate, "old", text, "a", authorization=f"Bearer {made['a']}")
@@ -507,6 +511,9 @@ async def test_who_reads_a_run_that_has_ended_opens_nothing_and_reads_what_was_t
             assert before[1]["reward"] == 0.5
             assert before[4]["weights"] == {"policy": "v1"}
             assert before[5]["next_index"] is None
+            assert [member["next_index"] for member in before[-2]["sessions"]] == [2, 0]
+            assert [member["weights"] for member in before[-2]["sessions"]] == [{"policy": "v1"}] * 2
+            assert (before[-1]["rejected"], before[-1]["why"]) == (True, "member 1 failed: bad")
         as_it_was = files(tmp_path / "old")
         async with gateway(pool("policy", worker.url), run="new", **ledger) as gate:
             assert await read(gate) == before
@@ -517,6 +524,11 @@ async def test_who_reads_a_run_that_has_ended_opens_nothing_and_reads_what_was_t
             assert (await gate.http.get("/runs/old/sessions/a")).status_code == 401
             nobody = await gate.http.get("/runs/old/sessions/nobody", headers=admin)
             assert error_of(nobody) == (404, "session_not_found")
+            for key, refusal in (("admin", 404), (made["a"], 404), ("dgs-wrong", 404), ("wrong", 401)):
+                no_group = await gate.http.get("/runs/old/groups/a", headers={"authorization": f"Bearer {key}"})
+                assert no_group.status_code == refusal
+            no_group = await gate.http.get("/runs/old/groups/g", headers=own)
+            assert error_of(no_group) == (404, "group_not_found")
             assert list(gate.gateway.runs._open) == ["new"]
             assert files(tmp_path / "old") == as_it_was
 
