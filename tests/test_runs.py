@@ -838,6 +838,34 @@ async def test_what_could_not_be_written_whole_is_not_left(tmp_path: Path, monke
         assert (await of_run(gate, "x", "1")).headers["x-detgate-index"] == "0"
 
 
+@pytest.mark.parametrize("restart", [False, True])
+async def test_a_retry_of_who_waited_in_vain_is_not_taken_for_another_request(tmp_path: Path, restart: bool) -> None:
+    go = asyncio.Event()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        if b"slow" in seen.body:
+            await go.wait()
+        reply.json(completion())
+
+    strict: dict[str, Any] = {"run": "r", "profile": "strict", "timeouts": {"settle": 0.05}}
+    strict["ledger"] = {"path": str(tmp_path)}
+    retry = {"x-stainless-retry-count": "1"}
+    async with FakeWorker(script) as worker:
+        async with gateway(pool("policy", worker.url), **strict) as gate:
+            slow = asyncio.create_task(ask(gate, "slow"))
+            await gate.until(lambda: worker.running == 1)
+            assert error_of(await ask(gate, "x")) == (409, "racing_index")
+            go.set()
+            await slow
+            assert (await ask(gate, "x")).headers["x-detgate-index"] == "1"
+            answer = None if restart else await ask(gate, "x", **retry)
+        if answer is None:
+            async with gateway(pool("policy", worker.url), resume=True, **strict) as gate:
+                answer = await ask(gate, "x", **retry)
+    assert answer.headers["x-detgate-index"] == "2"
+    assert "retry-unmatched" in answer.headers["x-detgate-guarantee"]
+
+
 # --- what is taken away while it is served
 
 

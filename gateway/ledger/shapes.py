@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gateway.core.errors import Busy
+from gateway.core.indexing import LATE, MANY, NONE
 
 Fits = Callable[[Any], bool]
 
@@ -83,6 +84,10 @@ def _order_or_none(value: Any) -> bool:
     return value in (None, "arrival", "content")
 
 
+def _asked(value: Any) -> bool:
+    return _index(value) or (type(value) is int and value in (MANY, NONE, LATE))
+
+
 def _flags(value: Any) -> bool:
     return type(value) is list and all(type(flag) is str for flag in value)
 
@@ -131,6 +136,7 @@ _FIELDS: dict[str, dict[str, Fits]] = {
         "repeat": _count,
         "flags": _flags,
     },
+    "waited": {"session": _text, "identity": _text, "digest": _hex, "asked": _asked, "repeat": _count},
     "complete": _REQUEST,
     "closed": {**_REQUEST, "used": _flag},
     "session": {
