@@ -25,6 +25,7 @@ import orjson
 
 from gateway.core.errors import Busy, NotFound
 from gateway.ledger.reader import Segments, forget, unmarked
+from gateway.ledger.shapes import Unreadable, unsound, wrong
 from gateway.ledger.writer import Ledger, LedgerFault
 from gateway.sessions import Sessions
 from gateway.settings import InvalidSettings, Settings
@@ -33,6 +34,15 @@ from gateway.stores.memory import MemoryStore
 from gateway.tasks import start
 
 OPEN, ENDED, SHARED = "open", "ended", "shared"
+
+ABOUT: dict[str, tuple[type, ...]] = {
+    "run": (str,),
+    "named": (bool,),
+    "started": (float, int),
+    "deciding": (dict,),
+    "state": (str,),
+}
+"""What `run.json` holds, and of which type. One that was moved here to be looked at may have less."""
 
 LARGE = 8 << 20
 """Bytes of a ledger above which it is read beside the loop: some tenth of a second."""
@@ -61,7 +71,7 @@ class OtherState(Busy):
 class Run:
     """One run that this process serves: its folder locked, its counters restored, its ledger open.
 
-    Raises `RunBusy`, `OtherState`, and `LedgerFault` where its folder cannot be written.
+    Raises `RunBusy`, `OtherState`, `Unreadable`, and `LedgerFault` where its folder cannot be written.
     """
 
     def __init__(
@@ -81,18 +91,18 @@ class Run:
         self.used_at = time.monotonic()
         """When a request named it last."""
         self._store, self._sessions = store, sessions
-        known = _known(self.folder)
-        if known and (known.get("state") == SHARED) != store.shared:
-            raise OtherState(name, shared=store.shared)
-        self.resumed = bool(known)
-        deciding = settings.deciding()
-        self.differs = sorted(
-            key for key, value in deciding.items() if known.get("deciding", deciding).get(key) != value
-        )
-        """Deciding settings that are not those the run began with: the process must not serve it."""
         self._lock: int | None = None if told is None else told.lock
         self._begun: Ledger | None = None
         try:
+            known = _known(self.folder)
+            if known and (known.get("state") == SHARED) != store.shared:
+                raise OtherState(name, shared=store.shared)
+            self.resumed = bool(known)
+            deciding = settings.deciding()
+            self.differs = sorted(
+                key for key, value in deciding.items() if known.get("deciding", deciding).get(key) != value
+            )
+            """Deciding settings that are not those the run began with: the process must not serve it."""
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._lock is None and not store.shared:
                 self._lock = _locked(self.folder)
@@ -107,7 +117,7 @@ class Run:
             self._about = {
                 "run": name,
                 "named": known.get("named", named),
-                "started": known.get("started") or time.time(),
+                "started": known.get("started", time.time()),
                 "epoch": self.epoch,
                 "deciding": known.get("deciding", deciding),
             }
@@ -163,9 +173,15 @@ class Run:
         return told.lost
 
     def _write(self, state: str) -> None:
-        partial = self.folder / f"run.json.{os.getpid()}"
-        partial.write_bytes(orjson.dumps({**self._about, "state": state}, option=orjson.OPT_INDENT_2))
-        partial.replace(self.folder / "run.json")
+        # Gateways that share the folder may have the same process id, each in a container of its own.
+        partial = self.folder / f"run.json.{self._store.gateway or os.getpid()}"
+        try:
+            partial.write_bytes(orjson.dumps({**self._about, "state": state}, option=orjson.OPT_INDENT_2))
+            partial.replace(self.folder / "run.json")
+        except OSError:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
 
 
 class Told:
@@ -248,10 +264,10 @@ class Runs:
         self._store = store
         self._sessions = sessions
         self._failed = failed
-        name = _chosen(settings, resume=resume, new=new)
         try:
+            name = _chosen(settings, resume=resume, new=new)
             self.own = Run(settings, name, store, sessions, failed, named=settings.run is not None)
-        except LedgerFault as fault:
+        except (LedgerFault, Unreadable) as fault:
             raise InvalidSettings([f"ledger.path: {fault.message}"]) from None
         except OtherState as fault:
             raise InvalidSettings([f"state: {fault.message}"]) from None
@@ -355,7 +371,7 @@ class Runs:
     def reading(self, name: str) -> tuple[Path, bool]:
         """Where a run's records are, all of them written, and whether this process still adds to them.
 
-        Raises `NotFound`, and `Busy` where another process adds to them.
+        Raises `NotFound`, `Unreadable`, and `Busy` where another process adds to them.
         """
         run = self._open.get(name)
         if run is not None:
@@ -370,11 +386,19 @@ class Runs:
         return folder, known.get("state") == SHARED
 
     def past(self, name: str | None) -> Path | None:
-        """The folder of a run that has ended and is not open here: who reads it need not open it."""
+        """The folder of a run that has ended and is not open here: who reads it need not open it.
+
+        Raises `Unreadable`.
+        """
         if name is None or name in self._open or name in self._opening:
             return None
         folder = self._settings.ledger.path / name
         return folder if _known(folder).get("state") == ENDED else None
+
+    def look(self) -> None:
+        """Notice what was taken away of the ledgers, and what is back."""
+        for run in self._open.values():
+            run.ledger.look()
 
     def close(self) -> None:
         """End all of them cleanly."""
@@ -393,10 +417,10 @@ def _restored(
 ) -> tuple[list[dict[str, Any]], int]:
     """Bring counters and sessions to where a run's ledger left them. Gives what that lacks, and the epoch.
 
-    `through`: what the records go through.
+    `through`: what the records go through. Raises `Unreadable`.
     """
     segments = Segments(folder)
-    lost = store.restore(name, folder, sessions.restoring(name, folder, through(segments)))
+    lost = store.restore(name, folder, sessions.restoring(name, folder, through(_sound(segments))))
     gaps = [{"event": "gap", "run": name, "time": time.time(), "missing": None}] * unmarked(folder)
     epoch = segments.gaps + len(gaps)
     if epoch:
@@ -404,8 +428,19 @@ def _restored(
     return gaps + lost, epoch
 
 
+def _sound(segments: Segments) -> Iterator[dict[str, Any]]:
+    """All records. Raises `Unreadable` at the first from which no run can go on."""
+    for record in segments:
+        if (why := wrong(record)) is not None:
+            raise unsound(f"{segments.file}, line {segments.line}", why)
+        yield record
+
+
 def _chosen(settings: Settings, *, resume: bool, new: bool) -> str:
-    """The run to serve. After an unclean end it is that run again; raises `InvalidSettings` where a name was used."""
+    """The run to serve. After an unclean end it is that run again.
+
+    Raises `InvalidSettings` where a name was used, and `Unreadable` where nobody can tell which run was the last.
+    """
     path = settings.ledger.path
     if settings.run is not None:
         known = _known(path / settings.run)
@@ -429,11 +464,34 @@ def _chosen(settings: Settings, *, resume: bool, new: bool) -> str:
 
 
 def _known(folder: Path) -> dict[str, Any]:
+    """What is kept with a run; nothing where there is no such run. Raises `Unreadable`."""
+    file = folder / "run.json"
     try:
-        known = orjson.loads((folder / "run.json").read_bytes())
-    except (OSError, orjson.JSONDecodeError):
+        known = orjson.loads(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    return known if isinstance(known, dict) else {}
+    except OSError as error:
+        raise _unreadable(file, error.strerror or "it cannot be read") from error
+    except orjson.JSONDecodeError:
+        raise _unreadable(file, "it is no JSON") from None
+    if not isinstance(known, dict):
+        raise _unreadable(file, "it is no JSON object")
+    if "deciding" not in known:
+        raise _unreadable(file, "deciding is missing")
+    for name, types in ABOUT.items():
+        if name in known and type(known[name]) not in types:
+            raise _unreadable(file, f"{name} is of another type")
+    if known.get("state", OPEN) not in (OPEN, ENDED, SHARED):
+        raise _unreadable(file, "state is none that a run has")
+    return known
+
+
+def _unreadable(file: Path, why: str) -> Unreadable:
+    return Unreadable(
+        f"{file} does not say with which settings run {file.parent.name} began: {why}. Put it back from a copy, or "
+        "begin another run (--new-run, or another name). If it is removed, the run goes on from its records and its "
+        "settings are not checked."
+    )
 
 
 def _locked(folder: Path) -> int:

@@ -289,6 +289,7 @@ class Server(uvicorn.Server):
             await asyncio.sleep(1.0)
             if self.certificate is not None:
                 self._renew(self.certificate)
+            self.gateway.runs.look()
             now = loop.time()
             if now - collected >= COLLECT_SECONDS:
                 gc.collect(0)

@@ -7,11 +7,10 @@ may create one.
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
-import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -21,11 +20,10 @@ from gateway.core import identity
 from gateway.core.errors import CallerFault, NotFound, TooLarge, Unauthorized
 from gateway.core.identity import Known, Location, Named
 from gateway.keys import AdminKey, digest, given
-from gateway.ledger.requests import Requests
+from gateway.past import Past, read_group, read_session
 from gateway.runs import Run, Runs
 from gateway.session import Group, Session, Visitor, Wanted
-from gateway.session_records import recalled
-from gateway.sessions import PREFIX, Sessions, numbered
+from gateway.sessions import PREFIX, Sessions
 from gateway.settings import Settings
 from gateway.stores import ScopeKey, Store
 
@@ -73,15 +71,6 @@ class Asked(NamedTuple):
     run: str
     name: str
     session: Session | None
-
-
-class Past(NamedTuple):
-    """A session as its ledger tells."""
-
-    session: Session
-    requests: Requests
-    next: int | None
-    """The next number of its own counter; None: the client numbers."""
 
 
 def build(settings: Settings, runs: Runs, sessions: Sessions, store: Store) -> APIRouter:
@@ -153,8 +142,7 @@ class Desk:
         """How a session stands."""
         past = await self._past(request)
         if past is not None:
-            shown = self._shown(past.session)
-            return shown if shown["next_index"] is None else shown | {"next_index": past.next}
+            return self._shown_past(past)
         asked = await self.session(request)
         if asked.session is None:
             return await self._uncreated(asked)
@@ -187,18 +175,22 @@ class Desk:
 
     async def group(self, request: Request) -> dict[str, Any]:
         """How a group and its members stand."""
+        past = await self._past_group(request)
+        if past is not None:
+            group, members = past
+            return self._together(group, map(self._shown_past, members))
         group = await self._group(request)
         for session in group.members:
             await self._sessions.refresh(session)
             await self._store.learn(ScopeKey(*session.place, session.known.identity))
-        return self._together(group)
+        return self._together(group, map(self._shown, group.members))
 
     async def end_group(self, request: Request, failed: str | None = None) -> dict[str, Any]:
         """End all members of a group that have not ended."""
         group = await self._group(request)
         for session in group.members:
             await self._sessions.end(session, failed or None)
-        return self._together(group)
+        return self._together(group, map(self._shown, group.members))
 
     # --- who asks for what
     async def session(self, request: Request) -> Asked:
@@ -236,7 +228,7 @@ class Desk:
         if not with_own:
             self._admin.check(key)
             self._admin.check_host(request.url.hostname or "")
-        past = await asyncio.to_thread(_past, folder, names.run, names.session)
+        past = await asyncio.to_thread(read_session, folder, names.run, names.session)
         if with_own and past.session.key != digest(key):
             raise Unauthorized("This key opens no such session.")
         if not (past.requests.life or len(past.requests)):
@@ -246,15 +238,34 @@ class Desk:
     async def _group(self, request: Request) -> Group:
         visitor, names = await self.visitor(request)
         if visitor.holder is not None:
-            raise NotFound("This key opens a session, and no group.", code="group_not_found")
+            raise _no_group_key()
         self._admin.check(given(dict(request.headers.raw)))
         self._admin.check_host(request.url.hostname or "")
         run = self.run(names.run, known=True)
-        name = identity.text(identity.unescaped(request.path_params["group_id"], "group id"), "group id")
+        name = _group_id(request)
         group = self._sessions.group(run.name, name)
         if group is None:
             raise NotFound(f"Run {run.name} has no group {name}.", code="group_not_found")
         return group
+
+    async def _past_group(self, request: Request) -> tuple[Group, list[Past]] | None:
+        """The group that is asked for, and its members, of a run that has ended: to be read it need not be opened.
+
+        None: it is no such run. Raises as `_group`.
+        """
+        names, key = named(request), given(dict(request.headers.raw))
+        folder = self._runs.past(names.run)
+        if folder is None or names.run is None:
+            return None
+        if key.startswith(PREFIX) and not self._admin.holds(key):
+            raise _no_group_key()
+        self._admin.check(key)
+        self._admin.check_host(request.url.hostname or "")
+        name = _group_id(request)
+        past = await asyncio.to_thread(read_group, folder, names.run, name)
+        if past is None:
+            raise NotFound(f"Run {names.run} has no group {name}.", code="group_not_found")
+        return past
 
     async def visitor(self, request: Request) -> tuple[Visitor, Named]:
         names = named(request)
@@ -296,10 +307,14 @@ class Desk:
             "weights": session.held if session.holds else None,
         }
 
+    def _shown_past(self, past: Past) -> dict[str, Any]:
+        shown = self._shown(past.session)
+        return shown if shown["next_index"] is None else shown | {"next_index": past.next}
+
     async def _uncreated(self, asked: Asked) -> dict[str, Any]:
         """A session that nobody created, or that is remembered no more: what the ledger tells of it."""
         folder, _ = self._runs.reading(asked.run)
-        session = (await asyncio.to_thread(_past, folder, asked.run, asked.name)).session
+        session = (await asyncio.to_thread(read_session, folder, asked.run, asked.name)).session
         if session.state == "open" and self._sessions.has_ended(asked.run, asked.name):
             session.state = "ended"
         return self._shown(session)
@@ -310,7 +325,7 @@ class Desk:
             return None
         return self._store.next_index(ScopeKey(run, session, name))
 
-    def _together(self, group: Group) -> dict[str, Any]:
+    def _together(self, group: Group, members: Iterable[dict[str, Any]]) -> dict[str, Any]:
         failed = group.failed
         return {
             "group_id": group.id,
@@ -319,39 +334,16 @@ class Desk:
             "size": group.size,
             "rejected": failed is not None,
             "why": None if failed is None else f"member {failed.known.member} failed: {failed.why}",
-            "sessions": [self._shown(session) for session in group.members],
+            "sessions": list(members),
         }
 
 
-def _held(folder: Path, group: Group, ordinal: int) -> dict[str, str]:
-    """The weights that a group is held to: any of its members may have met them first."""
-    members = {numbered(identity, ordinal) for identity in Wanted(group.identity, group.size).identities}
-    held = {}
-    for file in sorted(folder.glob("*.jsonl")):
-        with file.open("rb") as segment:
-            for line in segment:
-                if (
-                    line.startswith(b'{"event":"session_weights"')
-                    and (told := orjson.loads(line))["session"] in members
-                ):
-                    held[told["pool"]] = told["version"]
-    return held
+def _no_group_key() -> NotFound:
+    return NotFound("This key opens a session, and no group.", code="group_not_found")
 
 
-def _past(folder: Path, run: str, name: str) -> Past:
-    found = Requests(folder, name)
-    session = recalled(run, name, found.life)
-    session.open = found.open
-    if session.group is not None and session.holds:
-        session.group.held |= _held(folder, session.group, session.known.ordinal)
-    keys = found.canonical()
-    if not keys:
-        return Past(session, found, 0)
-    last = next((key for key in reversed(keys) if key.identity == session.known.identity), None)
-    told = orjson.loads(b"".join(found.lines([last or keys[-1]])))
-    if session.reward is None and told["session_reward"] is not None:
-        session.add(None, told["session_reward"])
-    return Past(session, found, 0 if last is None else None if told["order"] == "client" else last.index + 1)
+def _group_id(request: Request) -> str:
+    return identity.text(identity.unescaped(request.path_params["group_id"], "group id"), "group id")
 
 
 async def read(request: Request, shape: type[Shape]) -> Shape:

@@ -7,7 +7,8 @@ name. What an engine itself tells with an answer counts more than that name.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import structlog
 from gateway.changes import Change
 from gateway.core.errors import Busy
 from gateway.fleet import Fleet, Pool
-from gateway.settings import Settings
+from gateway.ledger.shapes import Unreadable, unsound, wrong
+from gateway.settings import InvalidSettings, Settings
 from gateway.siblings import Siblings
 
 log = structlog.get_logger("detgate.weights")
@@ -106,16 +108,28 @@ class Weights:
             await asyncio.sleep(LOOK_SECONDS)
 
 
+def _named(file: Path) -> Iterator[dict[str, Any]]:
+    """The records of changes in one segment."""
+    with file.open("rb") as segment:
+        for number, line in enumerate(segment, 1):
+            if b'"event":"weights"' in line and line.endswith(b"\n"):
+                with suppress(orjson.JSONDecodeError):
+                    record = orjson.loads(line)
+                    if isinstance(record, dict) and record.get("event") == "weights":
+                        if (why := wrong(record)) is not None:
+                            raise unsound(f"{file}, line {number}", why)
+                        yield record
+
+
 def restore(fleet: Fleet, folder: Path) -> list[dict[str, Any]]:
     """Bring the gates to what the ledger of a run tells of them: a change may have been under way.
 
-    Gives its records, the last one last.
+    Gives its records, the last one last. Raises `InvalidSettings` where one of them cannot be made out.
     """
-    found: list[dict[str, Any]] = []
-    for file in folder.glob("*.jsonl"):
-        with file.open("rb") as segment:
-            found += (orjson.loads(line) for line in segment if b'"event":"weights"' in line and line.endswith(b"\n"))
-    found = [record for record in found if record["pool"] in fleet.pools]
+    try:
+        found = [record for file in folder.glob("*.jsonl") for record in _named(file) if record["pool"] in fleet.pools]
+    except Unreadable as fault:
+        raise InvalidSettings([f"ledger.path: {fault.message}"]) from None
     found.sort(key=lambda record: (record.get("number", 0), float(record["time"])))
     for record in found:
         gate = fleet.pools[record["pool"]].gate

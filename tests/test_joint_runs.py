@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +254,35 @@ async def test_a_run_that_could_not_be_opened_leaves_nobody_behind_who_would_end
             release.set()
             answers = await asyncio.gather(first, second)
             assert [(a.status_code, a.headers["x-detgate-index"]) for a in answers] == [(200, "0"), (200, "1")]
+
+
+async def test_what_a_gateway_did_and_cannot_make_out_any_more_is_refused_with_its_place(tmp_path: Path) -> None:
+    """The server forgot it, and the ledger is to tell it again."""
+    async with RedisServer() as server, FakeWorker() as worker:
+        given: dict[str, Any] = {"state": server.url, "run": "r", "ledger": {"path": str(tmp_path)}}
+        async with whole(pool("policy", worker.url), **given) as gate:
+            await post(gate, f"/sessions/s{CHAT}", chat())
+        [file] = (tmp_path / "r").glob("*.jsonl")
+        sound = file.read_bytes()
+        file.write_bytes(sound.replace(b'"digest":"', b'"digest":"x'))
+        await server.ask("FLUSHALL")
+        async with whole(pool("policy", worker.url), **given) as gate:
+            for _ in range(2):
+                refused = await post(gate, f"/sessions/s{CHAT}", chat())
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "run_unreadable")
+                message = refused.json()["error"]["message"]
+                assert re.match(rf"{re.escape(str(file))}, line \d is no sound record: digest cannot be 'x", message)
+            assert any("is no sound record" in why for why in (await gate.http.get("/readyz")).json()["why"])
+            file.write_bytes(sound)
+            store: Any = gate.gateway._store
+            await until(lambda: store.why_down("r") is None)
+            assert (await post(gate, f"/sessions/s{CHAT}", chat("2"))).headers["x-detgate-index"] == "1"
+
+
+async def test_a_broken_record_of_weights_ends_the_start_with_its_place(tmp_path: Path) -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        (tmp_path / "r").mkdir()
+        (tmp_path / "r" / "1-1.jsonl").write_bytes(b'{"event":"fleet"}\n{"event":"weights","pool":"policy"}\n')
+        with pytest.raises(InvalidSettings, match=r"1-1\.jsonl, line 2 is no sound record: change is missing"):
+            async with whole(pool("policy", worker.url), state=server.url, run="r", ledger={"path": str(tmp_path)}):
+                pass

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,11 +18,13 @@ from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from gateway import runs
 from gateway.core.canonical import raw
 from gateway.core.types import Request
 from gateway.ledger.reader import Segments
+from gateway.ledger.shapes import Unreadable
 from gateway.runs import Run, RunBusy, Told
 from gateway.sessions import Sessions
 from gateway.settings import InvalidSettings, Settings
@@ -98,10 +101,22 @@ async def test_a_run_that_cannot_be_opened_leaves_nothing_behind(
         assert sorted(file.name for file in (tmp_path / "x").iterdir() if file.suffix != ".db") == ["lock"]
         assert len(os.listdir("/proc/self/fd")) < before + 10
         monkeypatch.undo()
-        (tmp_path / "x" / "1-1.jsonl").write_text('{"event":"opened","session":"s","identity":"s","index":0}\n')
+        broken = tmp_path / "x" / "1-1.jsonl"
+        broken.write_text('{"event":"fleet"}\n{"event":"opened","session":"s","identity":"s","index":0}\n')
         for _ in range(2):
             answer = await ask(gate, "a", **{"x-detgate-run": "x"})
-            assert answer.json()["error"]["code"] == "internal_error"
+            assert error_of(answer) == (503, "run_unreadable")
+            assert answer.json()["error"]["message"].startswith(
+                f"{broken}, line 2 is no sound record: order is missing"
+            )
+        assert runs._free(tmp_path / "x")
+        assert sorted(files(tmp_path / "x")) == ["1-1.jsonl", "lock"]
+        assert len(os.listdir("/proc/self/fd")) < before + 10
+        with pytest.raises(InvalidSettings, match=r"ledger.path: .*1-1\.jsonl, line 2 is no sound record"):
+            async with gateway(pool("policy", worker.url), run="x", ledger={"path": str(tmp_path)}):
+                pass
+        broken.write_text('{"event":"fleet"}\n\n')
+        assert "epoch" in (await ask(gate, "a", **{"x-detgate-run": "x"})).headers["x-detgate-guarantee"]
 
 
 async def test_what_was_in_flight_is_closed_as_lost_and_its_index_taken_again_by_its_bytes(tmp_path: Path) -> None:
@@ -458,11 +473,13 @@ async def test_who_reads_a_run_that_has_ended_opens_nothing_and_reads_what_was_t
     ledger: dict[str, Any] = {"ledger": {"path": str(tmp_path)}, "auth": {"admin_key": "admin"}}
     admin = {"authorization": "Bearer admin"}
     paths = ["used", "a", "a-1", "g:0", "held:1", "numbered", "sorted", "b"]
+    groups = ["g", "held", "g%2F2"]
 
     async def read(gate: Gate) -> list[Any]:
+        together = [(await gate.http.get(f"/runs/old/groups/{name}", headers=admin)).json() for name in groups]
         states = [(await gate.http.get(f"/runs/old/sessions/{name}", headers=admin)).json() for name in paths]
         lines = [(await gate.http.get(f"/runs/old/sessions/{name}/requests", headers=admin)).text for name in paths]
-        return [*states, *lines]
+        return [*states, *lines, *together]
 
     async def script(seen: Seen, reply: Reply) -> None:
         reply.json(completion() | {"metadata": {"weight_version": "v1"}})
@@ -477,6 +494,8 @@ async def test_who_reads_a_run_that_has_ended_opens_nothing_and_reads_what_was_t
                 body = {"identity": group, "group_size": 2, "weights": weights}
                 group_made = (await gate.http.post("/sessions", json=body, headers=admin)).json()
             held = group_made["sessions"][0]["api_key"]
+            await gate.http.post("/sessions", json={"identity": "g/2", "group_size": 3}, headers=admin)
+            await gate.http.delete("/sessions/g%2F2:1?failed=bad", headers=admin)
             for text in ("1", "2"):
                 await of_run(gate, "old", text, "used")
                 await of_run(gate, "old", text, "a", authorization=f"Bearer {made['a']}")
@@ -492,6 +511,9 @@ async def test_who_reads_a_run_that_has_ended_opens_nothing_and_reads_what_was_t
             assert before[1]["reward"] == 0.5
             assert before[4]["weights"] == {"policy": "v1"}
             assert before[5]["next_index"] is None
+            assert [member["next_index"] for member in before[-2]["sessions"]] == [2, 0]
+            assert [member["weights"] for member in before[-2]["sessions"]] == [{"policy": "v1"}] * 2
+            assert (before[-1]["rejected"], before[-1]["why"]) == (True, "member 1 failed: bad")
         as_it_was = files(tmp_path / "old")
         async with gateway(pool("policy", worker.url), run="new", **ledger) as gate:
             assert await read(gate) == before
@@ -502,6 +524,11 @@ async def test_who_reads_a_run_that_has_ended_opens_nothing_and_reads_what_was_t
             assert (await gate.http.get("/runs/old/sessions/a")).status_code == 401
             nobody = await gate.http.get("/runs/old/sessions/nobody", headers=admin)
             assert error_of(nobody) == (404, "session_not_found")
+            for key, refusal in (("admin", 404), (made["a"], 404), ("dgs-wrong", 404), ("wrong", 401)):
+                no_group = await gate.http.get("/runs/old/groups/a", headers={"authorization": f"Bearer {key}"})
+                assert no_group.status_code == refusal
+            no_group = await gate.http.get("/runs/old/groups/g", headers=own)
+            assert error_of(no_group) == (404, "group_not_found")
             assert list(gate.gateway.runs._open) == ["new"]
             assert files(tmp_path / "old") == as_it_was
 
@@ -680,3 +707,200 @@ async def test_runs_that_are_being_opened_count_too(tmp_path: Path, reading: thr
             reading.set()
             assert (await opened(gate, "a", "2")).headers["x-detgate-index"] == "1"
             assert (await opened(gate, "b", "2")).headers["x-detgate-index"] == "1"
+
+
+# --- what cannot be made out
+
+
+BROKEN_ABOUT = {
+    "empty": b"",
+    "cut": b'{"run": "r", "named": true, "state": "op',
+    "no object": b"[]",
+    "no settings": b'{"run": "r", "named": true, "state": "open", "started": 1}',
+    "settings of another type": b'{"run": "r", "named": true, "state": "open", "started": 1, "deciding": []}',
+    "another state": b'{"run": "r", "named": true, "state": "ajar", "started": 1, "deciding": {}}',
+}
+
+
+@pytest.mark.parametrize("content", BROKEN_ABOUT.values(), ids=BROKEN_ABOUT)
+async def test_a_run_whose_settings_cannot_be_made_out_is_refused(tmp_path: Path, content: bytes) -> None:
+    ledger: dict[str, Any] = {"ledger": {"path": str(tmp_path)}}
+    async with FakeWorker() as worker:
+        async with gateway(pool("policy", worker.url), run="r", **ledger) as gate:
+            await ask(gate, "1")
+        whole = (tmp_path / "r" / "run.json").read_bytes()
+        (tmp_path / "r" / "run.json").write_bytes(content)
+        as_it_was = files(tmp_path / "r")
+        for given in ({"run": "r"}, {"run": "r", "resume": True}, {}):
+            with pytest.raises(InvalidSettings, match=r"r/run\.json does not say .* Put it back"):
+                async with gateway(pool("policy", worker.url), **ledger, **given):
+                    pass
+        async with gateway(pool("policy", worker.url), run="other", **ledger) as gate:
+            for path in ("/runs/r/sessions/s", "/admin/runs/r/requests"):
+                assert error_of(await gate.http.get(path)) == (503, "run_unreadable")
+            refused = await of_run(gate, "r", "2")
+            assert error_of(refused) == (503, "run_unreadable")
+            assert f"{tmp_path}/r/run.json" in refused.json()["error"]["message"]
+            assert files(tmp_path / "r") == as_it_was
+            (tmp_path / "r" / "run.json").write_bytes(whole)
+            assert (await of_run(gate, "r", "2")).headers["x-detgate-index"] == "1"
+
+
+async def told_of_everything(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run in which most things happened."""
+    ledger: dict[str, Any] = {"ledger": {"path": str(folder)}}
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), run="r", **ledger) as gate:
+        await gate.http.post("/admin/weights", json={"version": "v1"})
+        for body in ({"identity": "a"}, {"identity": "g", "group_size": 2, "weights": "hold"}):
+            made = (await gate.http.post("/sessions", json=body)).json()
+        for member in made["sessions"]:
+            key = {"authorization": f"Bearer {member['api_key']}"}
+            await gate.http.post("/v1/chat/completions", json=chat(), headers=key)
+            await gate.http.post("/rl/set_reward", json={"reward": 1.0}, headers=key)
+        await gate.http.delete("/sessions/g:1?failed=bad")
+        for headers in ({"idempotency-key": "k"}, {"x-session-id": "n", "x-request-index": "3"}):
+            await gate.http.post("/v1/chat/completions", json=chat(), headers=headers)
+        gate.gateway.runs.own.ledger.flush()
+        return [json.loads(line) for line in gate_lines(folder)]
+
+
+async def test_whatever_is_wrong_with_a_record_the_run_is_refused_with_its_place_or_goes_on(tmp_path: Path) -> None:
+    """Nothing else comes of it, and nothing is left behind."""
+    records = await told_of_everything(tmp_path / "whole")
+    events = {"opened", "complete", "closed", "session", "session_ended", "session_weights", "reward", "weights"}
+    assert events <= {record["event"] for record in records}
+    settings = Settings.load(None, {}, {"ledger": {"path": str(tmp_path)}, "pools": [POOL]})
+    folder = tmp_path / "r"
+    folder.mkdir()
+    seen: set[str] = set()
+    refusals: list[tuple[int, str]] = []
+    for number, record in enumerate(records):
+        kind = record["event"] + str(record.get("group")) + str(record.get("key"))
+        if kind in seen:
+            continue
+        seen.add(kind)
+        for name in record:
+            for value in (..., None, -1, "x", ["x"]):
+                broken = {key: each for key, each in record.items() if key != name or value is not ...}
+                if value is not ...:
+                    broken[name] = value
+                lines = [*records[:number], broken, *records[number + 1 :]]
+                (folder / "1-1.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+                store = MemoryStore()
+                sessions = Sessions(settings, store)
+                try:
+                    Run(settings, "r", store, sessions, lambda: None, named=True).close()
+                except Unreadable as fault:
+                    refusals.append((number + 1, fault.message))
+                assert runs._free(folder)
+                assert (store.scopes, sessions.live, sessions._past, store._shelves) == (0, 0, {}, {})
+                for file in folder.iterdir():
+                    file.unlink()
+    assert len(refusals) > 200
+    assert all(f"/1-1.jsonl, line {line} is no sound record: " in message for line, message in refusals)
+
+
+@pytest.mark.parametrize("long", [False, True])
+async def test_a_session_of_an_ended_run_with_a_broken_record_is_refused_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: bool
+) -> None:
+    if long:
+        monkeypatch.setattr(runs, "LARGE", 0)
+    async with FakeWorker() as worker:
+        async with gateway(pool("policy", worker.url), run="r", ledger={"path": str(tmp_path)}) as gate:
+            await gate.http.post("/sessions", json={"identity": "a"})
+        [file] = (tmp_path / "r").glob("*.jsonl")
+        file.write_bytes(file.read_bytes().replace(b'"key_digest":"', b'"key_digest":"x'))
+        async with gateway(pool("policy", worker.url), run="other", ledger={"path": str(tmp_path)}) as gate:
+            refused = await gate.http.get("/runs/r/sessions/a")
+            assert error_of(refused) == (503, "run_unreadable")
+            assert str(file) in refused.json()["error"]["message"]
+            answers = [await of_run(gate, "r", "1")]
+            if long:
+                await gate.until(lambda: gate.gateway.runs._opening["r"].done())
+                answers = [await of_run(gate, "r", "1")]
+            assert error_of(answers[0]) == (503, "run_unreadable")
+            assert runs._free(tmp_path / "r")
+
+
+async def test_what_could_not_be_written_whole_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Path.write_bytes
+
+    def full(file: Path, data: bytes) -> int:
+        write(file, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), ledger={"path": str(tmp_path)}) as gate:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_bytes", full)
+            assert error_of(await of_run(gate, "x", "1")) == (503, "ledger_unwritable")
+        assert list(files(tmp_path / "x")) == ["lock"]
+        assert (await of_run(gate, "x", "1")).headers["x-detgate-index"] == "0"
+
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_a_retry_of_who_waited_in_vain_is_not_taken_for_another_request(tmp_path: Path, restart: bool) -> None:
+    go = asyncio.Event()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        if b"slow" in seen.body:
+            await go.wait()
+        reply.json(completion())
+
+    strict: dict[str, Any] = {"run": "r", "profile": "strict", "timeouts": {"settle": 0.05}}
+    strict["ledger"] = {"path": str(tmp_path)}
+    retry = {"x-stainless-retry-count": "1"}
+    async with FakeWorker(script) as worker:
+        async with gateway(pool("policy", worker.url), **strict) as gate:
+            slow = asyncio.create_task(ask(gate, "slow"))
+            await gate.until(lambda: worker.running == 1)
+            assert error_of(await ask(gate, "x")) == (409, "racing_index")
+            go.set()
+            await slow
+            assert (await ask(gate, "x")).headers["x-detgate-index"] == "1"
+            answer = None if restart else await ask(gate, "x", **retry)
+        if answer is None:
+            async with gateway(pool("policy", worker.url), resume=True, **strict) as gate:
+                answer = await ask(gate, "x", **retry)
+    assert answer.headers["x-detgate-index"] == "2"
+    assert "retry-unmatched" in answer.headers["x-detgate-guarantee"]
+
+
+# --- what is taken away while it is served
+
+
+@pytest.mark.parametrize("on_error", ["fail", "continue"])
+async def test_a_run_whose_folder_is_taken_away_is_noticed(tmp_path: Path, on_error: str) -> None:
+    ledger: dict[str, Any] = {"ledger": {"path": str(tmp_path), "on_error": on_error}}
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), run="r", **ledger) as gate:
+        await ask(gate, "1")
+        await of_run(gate, "other", "1")
+        shutil.rmtree(tmp_path / "r")
+        with capture_logs() as logs:
+            await gate.until(lambda: gate.gateway.runs.own.ledger.broken)
+            assert await gate.gauge("detgate_ledger_errors_total") >= 1
+            answer = await ask(gate, "2")
+            ready = await gate.http.get("/readyz")
+        if on_error == "fail":
+            assert error_of(answer) == (503, "ledger_unwritable")
+            assert ready.json()["why"] == ["The ledger cannot be written: its segment was removed or renamed."]
+            assert len(worker.seen) == 2
+        else:
+            assert "unrecorded" in answer.headers["x-detgate-guarantee"]
+            assert ready.status_code == 200
+        assert [each["event"] for each in logs if "ledger" in each["event"]] == ["the ledger cannot be written"]
+        assert "unrecorded" not in (await of_run(gate, "other", "2")).headers["x-detgate-guarantee"]
+    assert not (tmp_path / "r").exists()
+    assert about(tmp_path, "other")["state"] == "ended"
+
+
+async def test_a_run_whose_segment_was_taken_away_goes_on_in_another_epoch(tmp_path: Path) -> None:
+    ledger: dict[str, Any] = {"ledger": {"path": str(tmp_path)}, "run": "r"}
+    async with FakeWorker() as worker:
+        async with gateway(pool("policy", worker.url), **ledger) as gate:
+            await ask(gate, "1")
+            gate.gateway.runs.own.ledger.file.unlink()
+            await gate.until(lambda: gate.gateway.runs.own.ledger.broken)
+        assert about(tmp_path, "r")["state"] == "open"
+        async with gateway(pool("policy", worker.url), **ledger) as gate:
+            assert "epoch" in (await ask(gate, "2")).headers["x-detgate-guarantee"]

@@ -309,6 +309,11 @@ class Scope:
         elif raced:
             self._race([index])
 
+    def restore_asked(self, raw: bytes, index: int, repeat: int) -> None:
+        """Take in what was known of these bytes (`Asked`) when a request of them had waited for a rival in vain."""
+        asked = self.asked.get(raw)
+        self.asked[raw] = Asked(index, repeat, 0 if asked is None else asked.live)
+
     def _check_kind(self, ask: Ask) -> None:
         if self.kind is not None and "client" in (self.kind, ask.kind) and self.kind != ask.kind:
             raise refused("mixed_order", self.kind)

@@ -23,6 +23,9 @@ class Segments:
 
     folder: Path
     gaps: int = 0
+    file: Path | None = None
+    line: int = 0
+    """Where the record stands that came last, from line 1."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Every record. A torn last line of a segment is what a killed process leaves, and is cut off."""
@@ -31,7 +34,7 @@ class Segments:
 
     def _read(self, file: Path) -> Iterator[dict[str, Any]]:
         with file.open("rb", buffering=BUFFER) as segment:
-            for line in segment:
+            for number, line in enumerate(segment, 1):
                 if not line.endswith(b"\n"):
                     _mend(file, line)
                     return
@@ -42,6 +45,7 @@ class Segments:
                     continue
                 if isinstance(record, dict):
                     self.gaps += record.get("event") == "gap"
+                    self.file, self.line = file, number
                     yield record
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import os
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import orjson
 
 from gateway.core.ordering import Rank, canonical, submitted
+from gateway.ledger.shapes import unsound, wrong
 
 if TYPE_CHECKING:  # Loading it takes longer than a page of a run takes to be read.
     from gateway.ledger.writer import Mark
@@ -63,20 +65,27 @@ class Entry:
 
 
 class Requests:
-    """The requests of one run, or of one session of it. Made by reading its records once, which may take a while.
+    """The requests of one run, or of some sessions of it. Made by reading its records once, which may take a while.
 
-    `since`: the records before it do not matter. `among`: these requests alone, so that memory is bounded by them.
+    `session`: its name, or several. `since`: the records before it do not matter. `among`: these requests alone, so
+    that memory is bounded by them. Raises `Unreadable` where a record of the life of a session that is asked for cannot
+    be made out.
     """
 
     def __init__(
         self,
         folder: Path,
-        session: str | None = None,
+        session: str | Collection[str] | None = None,
         since: Mark | None = None,
         among: Collection[Key] | None = None,
     ) -> None:
         self._among = None if among is None else frozenset(among)
-        self._kin = {key.session for key in among or ()}
+        self._kin: frozenset[str] | None = None
+        """The sessions that matter, where not all that are read do."""
+        if among is not None:
+            self._kin = frozenset(key.session for key in among)
+        elif session is not None and not isinstance(session, str):
+            self._kin = frozenset(session)
         self._files = [file for file in sorted(folder.glob("*.jsonl")) if since is None or file.name >= since.segment]
         self._entries: dict[Key, Entry] = {}
         self._seen: dict[str, int] = {}
@@ -91,9 +100,9 @@ class Requests:
         self.gateways: set[str] = set()
         """Those that wrote what was found."""
         self.life: list[dict[str, Any]] = []
-        """Of the one session that is asked for, the records of its creation, the weights it is held to, and its end."""
-        self._alone = session is not None
-        wanted = None if session is None else b'"session":' + orjson.dumps(session) + b","
+        """Of the sessions that are asked for, the records of creation, of the weights they are held to, and of ends."""
+        self._lives = session is not None
+        wanted = b'"session":' + orjson.dumps(session) + b"," if isinstance(session, str) else None
         segments = []
         for number, file in enumerate(self._files):
             offset = since.offset if since is not None and file.name == since.segment else 0
@@ -103,7 +112,7 @@ class Requests:
         else:
             found = timed(chain.from_iterable(segments))
         for _, record, span in found:
-            if self._among is None or self._concerns(record):
+            if self._kin is None or self._concerns(record, self._kin):
                 self._note(record, span)
 
     def __len__(self) -> int:
@@ -113,6 +122,13 @@ class Requests:
     def open(self) -> int:
         """Claims that are not over."""
         return sum(entry.open for entry in self._entries.values())
+
+    def open_of(self) -> Counter[str]:
+        """The same by session."""
+        claims: Counter[str] = Counter()
+        for key, entry in self._entries.items():
+            claims[key.session] += entry.open
+        return claims
 
     def canonical(self) -> list[Key]:
         """All of them, in canonical order."""
@@ -165,17 +181,21 @@ class Requests:
     def _by_submission(self, key: Key) -> Rank:
         return (*self._submitted(key.session), *self._canonical(key))
 
-    def _concerns(self, record: dict[str, Any]) -> bool:
+    def _concerns(self, record: dict[str, Any], kin: Collection[str]) -> bool:
         """Whether a record tells of a request that is wanted, of its session, or of who wrote."""
         if record.get("event") == "gateway":
             return True
         session = record.get("session")
-        if session not in self._kin:
+        if session not in kin:
             return False
-        return record.get("event") != "opened" or (session, record["identity"], record["index"]) in (self._among or ())
+        if self._among is None or record.get("event") != "opened":
+            return True
+        return (session, record["identity"], record["index"]) in self._among
 
     def _note(self, record: dict[str, Any], span: Span) -> None:
-        if self._alone and record.get("event") in ("session", "session_weights", "session_ended"):
+        if self._lives and record.get("event") in ("session", "session_weights", "session_ended"):
+            if (why := wrong(record)) is not None:
+                raise unsound(f"{self._files[span.segment]}, byte {span.offset}", why)
             self.life.append(record)
         match record:
             case {"event": "session", "session": str(session), "submission": order}:
@@ -188,8 +208,15 @@ class Requests:
                 self._closed(self._key(session, identity, index), record, span)
             case {"event": "gateway", "gateway": str(gateway)}:
                 self.gateways.add(gateway)
-            case {"event": "reward", "session": str(session), "identity": str(identity), "index": int(index)}:
-                self._rewarded(self._key(session, identity, index), record)
+            case {
+                "event": "reward",
+                "session": str(session),
+                "identity": str(identity),
+                "index": int(index),
+                "reward": reward,
+                "session_reward": total,
+            }:
+                self._rewarded(self._key(session, identity, index), reward, total)
             case {"event": "session_ended", "session": str(session), "session_reward": reward}:
                 self._rewards[session] = reward
 
@@ -221,10 +248,10 @@ class Requests:
         if delivered or not entry.delivered:
             entry.closed, entry.delivered = span, delivered
 
-    def _rewarded(self, key: Key, record: dict[str, Any]) -> None:
-        self._rewards[key.session] = record["session_reward"]
+    def _rewarded(self, key: Key, reward: float | None, total: float | None) -> None:
+        self._rewards[key.session] = total
         if key in self._entries:
-            self._entries[key].reward = record["reward"]
+            self._entries[key].reward = reward
 
     def _merged(self, segments: list[int], key: Key) -> dict[str, Any]:
         entry = self._entries[key]
@@ -236,6 +263,17 @@ class Requests:
         merged |= {"reward": entry.reward, "session_reward": self._rewards.get(key.session)}
         del merged["event"]
         return merged
+
+
+def members(folder: Path, group: str) -> list[str]:
+    """The sessions of a group as they were created; none: there is no such group."""
+    wanted = b'"group":' + orjson.dumps(group) + b","
+    return [
+        record["session"]
+        for number, file in enumerate(sorted(folder.glob("*.jsonl")))
+        for record, _ in _records(file, number, 0, wanted)
+        if record.get("event") == "session" and type(record.get("session")) is str
+    ]
 
 
 _GATEWAY = b'{"event":"gateway"'

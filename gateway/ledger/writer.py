@@ -4,14 +4,16 @@
 of the event loop, with all others of that turn. A write happens whole or not at all. Each process writes segments of
 its own, whose names sort as they were begun; what is full is followed by another.
 
-Where the disk is full, or the file cannot be written for another reason, `ledger.on_error` says what becomes of
-requests. With `fail` none goes on, and nothing is missing afterwards. With `continue` they go on unrecorded: a *gap*
-record says how many, once it can be written, and until then a file whose name ends in `.gap` says that there is one.
+Where the disk is full, the segment was taken away, or it cannot be written for another reason, `ledger.on_error` says
+what becomes of requests. With `fail` none goes on, and nothing is missing afterwards. With `continue` they go on
+unrecorded: a *gap* record says how many, once it can be written, and until then a file whose name ends in `.gap` says
+that there is one. There is such a file beside a segment's empty place too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -67,6 +69,8 @@ class Ledger:
         """A part was written."""
         self._torn = False
         """A line was begun that could not be taken back."""
+        self._lost = False
+        """The segment is not in its place any more: what is written to it nobody would find."""
         self._why = ""
         self.broken = False
         """The last write failed."""
@@ -136,13 +140,26 @@ class Ledger:
             return None
         return self._fault().message
 
+    def look(self) -> None:
+        """Notice whether the segment was taken away, or is back. Meanwhile nothing is written, and there is a gap."""
+        lost = self._is_lost()
+        if lost == self._lost:
+            return
+        self._lost = lost
+        if lost:
+            self._mark()
+            self._flushed()
+        elif not self.missing:
+            self._unmark()
+
     def flush(self) -> None:
         """Hand all that is held to the kernel. Raises `LedgerFault`."""
         if not self._flushed():
             raise self._fault()
 
     def close(self) -> bool:
-        """Write no more. Whether all was written."""
+        """Write no more. Whether all was written, and can be found."""
+        self.look()
         whole = self._flushed() and not self.missing
         os.close(self._fd)
         if whole:
@@ -163,10 +180,21 @@ class Ledger:
         last = max((_number(file) for file in self._folder.glob("*.jsonl")), default=0)
         file = self._folder / f"{max(time.time_ns(), last + 1)}-{os.getpid()}.jsonl"
         self._fd = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self.file, self._size = file, 0
+        self.file, self._size, self._inode = file, 0, _inode(os.fstat(self._fd))
+
+    def _is_lost(self) -> bool:
+        try:
+            return _inode(self.file.stat()) != self._inode
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return self._lost
 
     def _rotate(self) -> None:
-        """Go on in a new segment; in the old one where there can be no other."""
+        """Go on in a new segment; in the old one where there can be no other, or that was taken away."""
+        self.look()
+        if self._lost:
+            return
         full = self._fd
         with suppress(OSError):
             self._begin()
@@ -178,7 +206,7 @@ class Ledger:
 
     def _flushed(self) -> bool:
         """Whether all that was held is with the kernel now."""
-        if not self._held and not self.missing:
+        if not (self._held or self.missing or self._lost):
             return True
         try:
             self._write()
@@ -190,6 +218,8 @@ class Ledger:
         return True
 
     def _write(self) -> None:
+        if self._lost:
+            raise OSError(errno.ENOENT, "its segment was removed or renamed")
         data = self._told() + self._held if self.broken else self._held
         size = os.write(self._fd, data)
         while size < len(data):
@@ -223,10 +253,22 @@ class Ledger:
         del self._held[held:]
         self.missing += 1
         if self.missing == 1:
-            try:
-                self.spare.rename(self.spare.with_suffix(".gap"))
-            except OSError as error:
-                log.error("a gap in the ledger cannot be marked", run=self._run, why=error.strerror)
+            self._mark()
+
+    def _mark(self) -> None:
+        """Let it be known that there is a gap. Where the whole folder was taken away nobody can be told."""
+        mark = self.spare.with_suffix(".gap")
+        try:
+            self.spare.rename(mark)
+        except FileNotFoundError:
+            with suppress(OSError):
+                mark.touch()
+        except OSError as error:
+            log.error("a gap in the ledger cannot be marked", run=self._run, why=error.strerror)
+
+    def _unmark(self) -> None:
+        with suppress(OSError):
+            self.spare.with_suffix(".gap").rename(self.spare)
 
     def _told(self) -> bytes:
         """What is written before all else after a time when nothing could be written."""
@@ -239,8 +281,7 @@ class Ledger:
     def _mended(self) -> None:
         log.warning("the ledger can be written again", run=self._run, missing=self.missing)
         if self.missing:
-            with suppress(OSError):
-                self.spare.with_suffix(".gap").rename(self.spare)
+            self._unmark()
         self.broken, self._torn, self.missing = False, False, 0
 
 
@@ -264,6 +305,10 @@ def _writable(value: Any, levels: int = _LEVELS) -> Any:
     if levels and isinstance(value, list | tuple):
         return [_writable(inner, levels - 1) for inner in value]
     return None
+
+
+def _inode(told: os.stat_result) -> tuple[int, int]:
+    return told.st_dev, told.st_ino
 
 
 def _number(file: Path) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 import structlog
 
+from gateway.ledger.shapes import unsound, wrong
 from gateway.shared.part import Deed, Memory, Telling
 
 log = structlog.get_logger("detgate.store")
@@ -84,7 +85,10 @@ Live = dict[tuple[str, str, int], list[str]]
 
 
 def told(folder: Path, gateway: str, live: Live) -> Telling:
-    """What the ledger in a run's folder tells of this gateway, and of others that can tell no more."""
+    """What the ledger in a run's folder tells of this gateway, and of others that can tell no more.
+
+    Raises `Unreadable`.
+    """
     fates: dict[tuple[str, str, int], Fate] = {}
     gateways: set[str] = set()
     for owner, record in _records(folder):
@@ -124,12 +128,14 @@ def _records(folder: Path) -> Iterator[tuple[str | None, dict[str, Any]]]:
     for file in sorted(folder.glob("*.jsonl")):
         owner = None
         with file.open("rb") as segment:
-            for line in segment:
+            for number, line in enumerate(segment, 1):
                 try:
                     record = orjson.loads(line)
                 except orjson.JSONDecodeError:
                     continue
                 if isinstance(record, dict) and record.get("event") in ("opened", "complete", "closed"):
+                    if (why := wrong(record)) is not None:
+                        raise unsound(f"{file}, line {number}", why)
                     if record["event"] == "opened":
                         owner = record.get("gateway")
                     yield owner, record
@@ -146,9 +152,9 @@ def recall(folder: Path) -> Memory:
         return Memory()
 
 
-def remember(folder: Path, memory: Memory) -> None:
+def remember(folder: Path, gateway: str, memory: Memory) -> None:
     """Keep it for those who come later."""
-    partial = folder / f"{MEMORY}.{os.getpid()}"
+    partial = folder / f"{MEMORY}.{gateway}"
     try:
         partial.write_bytes(orjson.dumps(tuple(memory)))
         partial.replace(folder / MEMORY)

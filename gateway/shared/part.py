@@ -17,6 +17,7 @@ import orjson
 import structlog
 
 from gateway.core.errors import Busy, Fault, Gone, StoreFault
+from gateway.ledger.shapes import Unreadable
 from gateway.shared import scripts
 from gateway.shared.link import Link, Words
 
@@ -118,7 +119,7 @@ class Part:
         """All that were seen to take part, this one too."""
         self.follower: Follower | None = None
         self._refused: Sequence[bytes] = ()
-        """The store's answer, where that keeps it from taking part."""
+        """The store's answer, where that keeps it from taking part, or the like where its own deeds do."""
         self.keys = scripts.keys(run, terms.gateway)
         self._link = link
         self._terms = terms
@@ -146,7 +147,8 @@ class Part:
     async def join(self) -> bytes:
         """Wait until it takes part, `timeouts.store` at most; what calls carry.
 
-        Raises `StoreFault`, `Busy` where the run began with other settings, and `Gone` where it was over long ago.
+        Raises `StoreFault`, `Busy` where the run began with other settings, `Unreadable` where what was done in it
+        cannot be told, and `Gone` where it was over long ago.
         """
         try:
             async with asyncio.timeout(self._link.seconds):
@@ -182,6 +184,11 @@ class Part:
                     await self._beat(self.connection)
             except StoreFault:
                 pass
+            except Unreadable as fault:
+                if not self._refused:
+                    log.error("a run cannot be served", run=self.run, why=fault.message)
+                self._refused = (b"unreadable", fault.message.encode())
+                self._in.set()
             except Exception:
                 log.exception("could not take part in a run; tries again", run=self.run)
             try:
@@ -302,6 +309,8 @@ class Part:
                     code="run_gone",
                     param="run",
                 )
+            case b"unreadable":
+                return Unreadable(answer[1].decode())
         return self._link.fault()
 
     def _see(self, gateways: Sequence[bytes]) -> None:

@@ -78,6 +78,7 @@ class MemoryStore:
         self._waiters: dict[ScopeKey, list[Waiter]] = {}
         """In order of arrival."""
         self._shelves: dict[str, Shelf] = {}
+        self._ledgers: dict[str, Ledger] = {}
         self._fenced: set[str] = set()
         """Runs whose ledger has a gap: an index of theirs may have been issued that nobody knows of."""
 
@@ -150,6 +151,9 @@ class MemoryStore:
         live: dict[tuple[ScopeKey, int], list[dict[str, Any]]] = {}
         for record in records:
             event = record.get("event")
+            if event == "waited":
+                key = ScopeKey(run, record["session"], record["identity"])
+                self._scope(key).restore_asked(bytes.fromhex(record["digest"]), record["asked"], record["repeat"])
             if event not in ("opened", "complete", "closed"):
                 continue
             key, index = ScopeKey(run, record["session"], record["identity"]), record["index"]
@@ -179,7 +183,8 @@ class MemoryStore:
         self._fenced.add(run)
 
     def serve(self, run: str, folder: Path, ledger: Ledger) -> None:
-        """What it serves it has restored."""
+        """What it serves it has restored. The ledger is told of those who waited in vain."""
+        self._ledgers[run] = ledger
 
     def why_down(self, run: str) -> str | None:
         """It is never down."""
@@ -206,6 +211,8 @@ class MemoryStore:
 
     def close(self, run: str) -> None:
         """A run has ended: it is forgotten."""
+        self._ledgers.pop(run, None)
+        self._fenced.discard(run)
         for key in [key for key in self._scopes if key.run == run]:
             self._weight -= WEIGHT + self._scopes.pop(key).remembered
         for place in [place for place in self._sessions if place[0] == run]:
@@ -327,6 +334,10 @@ class MemoryStore:
             return await waiter.outcome
         except asyncio.CancelledError:
             self._leave(key, waiter)
+            self._note_wait(key, waiter)
+            raise
+        except Conflict:
+            self._note_wait(key, waiter)
             raise
         finally:
             timer.cancel()
@@ -358,6 +369,15 @@ class MemoryStore:
         elif outcome.exception() is None:
             self._end(key, outcome.result().index, used=False)
             self._wake(key)
+
+    def _note_wait(self, key: ScopeKey, waiter: Waiter) -> None:
+        """Who waited for a rival had no index. After a restart too its retry must not be taken for another's."""
+        raw, ledger = waiter.ask.raw, self._ledgers.get(key.run)
+        if not waiter.raced or ledger is None or (asked := self._scope(key).asked.get(raw)) is None:
+            return
+        names = {"run": key.run, "session": key.session, "identity": key.identity, "digest": raw.hex()}
+        told = {"asked": asked.index, "repeat": asked.repeat}
+        ledger.closed({"event": "waited", "time": time.time(), **names, **told})
 
     def _forget(self, key: ScopeKey, waiter: Waiter) -> None:
         waiters = self._waiters[key]

@@ -709,7 +709,7 @@ class SharedRun:
 
     def resume(self, tokens: Sequence[bytes]) -> None:
         if self._folder is not None:
-            deeds.remember(self._folder, self.part.memory)
+            deeds.remember(self._folder, self._store.terms.gateway, self.part.memory)
         kept = {int(token) for token in tokens}
         stale = kept - self._held.keys()
         for held in list(self._held.values()):

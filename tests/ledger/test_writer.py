@@ -6,10 +6,11 @@ import errno
 import json
 import os
 import resource
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from structlog.testing import capture_logs
@@ -123,6 +124,96 @@ def test_a_process_that_ends_with_a_gap_leaves_its_mark(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, on_error="continue")
     with room(0):
         ledger.claimed({"n": 0})
+        assert not ledger.close()
+    assert unmarked(tmp_path) == 1
+
+
+def replaced(file: Path) -> None:
+    file.rename(file.with_suffix(".old"))
+    file.write_bytes(file.with_suffix(".old").read_bytes())
+
+
+TAKEN: dict[str, Callable[[Path], object]] = {
+    "removed": Path.unlink,
+    "renamed": lambda file: file.rename(file.with_suffix(".old")),
+    "replaced": replaced,
+}
+
+
+@pytest.mark.parametrize("take", TAKEN.values(), ids=TAKEN)
+@pytest.mark.parametrize("on_error", ["fail", "continue"])
+def test_a_segment_that_was_taken_away_is_written_no_more(
+    tmp_path: Path, on_error: Literal["fail", "continue"], take: Callable[[Path], object]
+) -> None:
+    failures: list[int] = []
+    ledger = Ledger(tmp_path, "r", on_error=on_error, failed=lambda: failures.append(1))
+    ledger.opened({"n": 0})
+    ledger.look()
+    assert not ledger.broken
+    take(ledger.file)
+    with capture_logs() as logs:
+        for _ in range(3):
+            ledger.look()
+        assert ledger.broken
+        assert len(failures) == 1
+        if on_error == "fail":
+            assert ledger.unwritable() == "The ledger cannot be written: its segment was removed or renamed."
+            with pytest.raises(LedgerFault, match="removed or renamed"):
+                ledger.check()
+            with pytest.raises(LedgerFault, match="removed or renamed"):
+                ledger.claimed({"n": 1})
+        else:
+            assert not ledger.claimed({"n": 1})
+        assert unmarked(tmp_path) == 1
+        assert not ledger.close()
+    assert [each["event"] for each in logs] == ["the ledger cannot be written"]
+    assert unmarked(tmp_path) == 1
+
+
+@pytest.mark.parametrize("missed", [0, 2])
+def test_a_segment_that_is_back_is_written_again(tmp_path: Path, missed: int) -> None:
+    ledger = Ledger(tmp_path, "r", on_error="continue" if missed else "fail")
+    ledger.opened({"n": 0})
+    elsewhere = ledger.file.rename(tmp_path / "elsewhere")
+    with capture_logs():
+        ledger.look()
+        for number in range(missed):
+            assert not ledger.claimed({"n": number})
+        elsewhere.rename(ledger.file)
+        ledger.look()
+        assert unmarked(tmp_path) == bool(missed)
+        assert ledger.unwritable() is None
+        ledger.opened({"n": 3})
+    assert unmarked(tmp_path) == 0
+    assert [record.get("n", record.get("missing")) for record in lines(tmp_path)] == [0, *[missed] * bool(missed), 3]
+    assert ledger.close()
+
+
+def test_a_folder_that_was_taken_away_is_told_of_once(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, "r", on_error="continue")
+    shutil.rmtree(tmp_path)
+    with capture_logs() as logs:
+        ledger.look()
+        assert not ledger.claimed({"n": 0})
+        assert not ledger.close()
+    assert [each["event"] for each in logs] == ["the ledger cannot be written"]
+
+
+def test_a_full_segment_that_was_taken_away_is_not_followed_by_another(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, segment_bytes=10)
+    ledger.file.unlink()
+    with capture_logs():
+        ledger.opened({"number": 0})
+        with pytest.raises(LedgerFault):
+            ledger.opened({"number": 1})
+    assert not lines(tmp_path)
+
+
+def test_a_close_does_not_call_whole_what_was_taken_away(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.opened({"n": 0})
+    ledger.file.unlink()
+    with capture_logs():
         assert not ledger.close()
     assert unmarked(tmp_path) == 1
 

@@ -80,5 +80,5 @@ def test_repeats_of_one_request_are_told_from_many_requests(tmp_path: Path) -> N
 
 def test_what_was_known_of_the_store_is_kept_with_the_run(tmp_path: Path) -> None:
     assert deeds.recall(tmp_path) == Memory()
-    deeds.remember(tmp_path, Memory(3, "name"))
+    deeds.remember(tmp_path, "g", Memory(3, "name"))
     assert deeds.recall(tmp_path) == Memory(3, "name")
