@@ -150,8 +150,8 @@ class Health:
             self._warn(pool)
 
     def _warn(self, pool: Pool) -> None:
-        """Log what is found, once. Of replicas that were not asked yet nothing is known that could be said."""
-        unmet = {name for name, replica in pool.replicas.items() if replica not in self._met_before}
+        """Log what is found, once. Of replicas that have answered nothing yet nothing is known that could be said."""
+        unmet = {name for name, replica in pool.replicas.items() if not replica.fingerprint}
         for finding in pool.findings:
             key = (finding.replica or finding.pool, finding.id)
             if finding.replica in unmet:

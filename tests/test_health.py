@@ -20,6 +20,7 @@ from gateway.passes import Verdict
 from gateway.questions import Answered
 from gateway.settings import Settings
 from gateway.upstream import Broken, Connections
+from tests import ports
 from tests.field.clock import jumping
 from tests.harness import (
     MODEL,
@@ -295,6 +296,14 @@ async def test_what_canaries_passed_on_is_not_warned_of_whoever_is_probed_first(
             slow.set()
             await starting
         assert not [log for log in logs if log.get("finding") == "unverified"]
+
+
+async def test_a_replica_that_could_not_be_asked_is_not_said_to_tell_nothing() -> None:
+    with capture_logs() as logs:
+        async with gateway(pool("policy", f"http://127.0.0.1:{ports.free()}")):
+            pass
+    assert not [log for log in logs if "finding" in log]
+    assert [log["state"] for log in logs if log["event"] == "replica"] == ["down"]
 
 
 async def warned(wanted: dict[str, Any], given: dict[str, Any]) -> None:

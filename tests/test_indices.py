@@ -350,7 +350,7 @@ async def test_a_random_session_is_refused_in_strict_unless_it_has_an_identity_o
         ("/sessions/a%00b", "X-Fine", b"", "session id"),
         ("/sessions/a%FFb", "X-Fine", b"", "session id"),
         (f"/sessions/{'a' * 257}", "X-Fine", b"", "session id"),
-        ("/runs/a%2Fb", "X-Fine", b"", "X-Detgate-Run"),
+        ("/runs/a%2Fb", "X-Fine", b"", "run"),
     ],
 )
 async def test_a_malformed_header_or_path_is_refused_by_name(path: str, name: str, value: bytes, param: str) -> None:
