@@ -72,11 +72,12 @@ class Dispatcher:
     async def join(self, job: Job, calls: Sequence[Call]) -> list[Sending]:
         """Route several calls of one request and put them into their lanes, all or none. Raises `Busy`."""
         joined: list[Sending] = []
+        lanes: set[str] = set()
         self._take_apart(job, calls)
         try:
             for call in calls:
                 replica = await self._to_home(job) if job.pool.fixed_home else self._chosen(job, set())
-                joined.append(self._put(job, call, replica))
+                joined.append(self._put(job, call, replica, lanes))
             await job.pool.lanes.reserve([sending.place for sending in joined if sending.lane is not None])
         except BaseException:
             for sending in joined:
@@ -211,15 +212,22 @@ class Dispatcher:
             retry_after=2,
         )
 
-    def _put(self, job: Job, call: Call, replica: Replica) -> Sending:
-        """Let a call occupy its replica, and put it into the lane there. Raises `Busy`."""
+    def _put(self, job: Job, call: Call, replica: Replica, lanes: set[str] | None = None) -> Sending:
+        """Let a call occupy its replica, and put it into the lane there. Raises `Busy`.
+
+        `lanes`: those in which its request has a place already.
+        """
         sending = self._occupy(job, call, replica)
         if sending.computes and job.pool.lanes.scope != "none":
             try:
                 sending.lane = job.pool.lanes.find(replica.name, job.session, job.group)
                 if sending.lane is not None:
                     index, identity = job.place
-                    sending.place = sending.lane.join((job.priority, index, natural(identity), call.sample))
+                    rank = (job.priority, index, natural(identity), call.sample)
+                    further = lanes is not None and sending.lane.name in lanes
+                    sending.place = sending.lane.join(rank, further=further)
+                    if lanes is not None:
+                        lanes.add(sending.lane.name)
             except BaseException:
                 sending.end()
                 raise

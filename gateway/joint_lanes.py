@@ -46,7 +46,7 @@ class JointLane(Lane):
         self._doubt = replica
         self._places.doubt(self.name, replica)
 
-    def join(self, rank: Rank) -> JointPlace:
+    def join(self, rank: Rank, *, further: bool = False) -> JointPlace:
         priority, index, names, sample = rank
         key = sortable(priority, index, cast(tuple[tuple[int, int, str], ...], names), sample)
         return JointPlace(rank, claim=Claim(self.name, self._replica, key))

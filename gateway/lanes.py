@@ -63,12 +63,15 @@ class Lane:
         """Whether anything depends on this lane's memory."""
         return self.running > 0 or self.waiting > 0 or self.doubt != ""
 
-    def join(self, rank: Rank) -> Place:
-        """Take a place, in the queue where all are taken. Raises `Busy` where too many wait already."""
+    def join(self, rank: Rank, *, further: bool = False) -> Place:
+        """Take a place, in the queue where all are taken. Raises `Busy` where too many wait already.
+
+        `further`: another call of its request has a place here. However many they are, a request is taken whole.
+        """
         place = Place(rank)
         if self.running < self.limit:
             self._take(place)
-        elif self.waiting < self.queue:
+        elif further or self.waiting < self.queue:
             self._next[place] = None
         else:
             raise Busy(

@@ -98,6 +98,8 @@ class Desk:
 
     def __init__(self, settings: Settings, runs: Runs, sessions: Sessions, store: Store) -> None:
         self._default_order = settings.index_order
+        self._ports = (settings.admin_port, settings.port) if settings.admin_port and settings.port else None
+        """The port for administration, and that where sessions ask; None: they are one, or the latter is any."""
         self._runs = runs
         self._sessions = sessions
         self._store = store
@@ -284,8 +286,10 @@ class Desk:
         return self._runs.find(name)
 
     def _base_url(self, request: Request, known: Known) -> str:
-        run = "" if known.run == self._runs.own.name else f"/runs/{known.run}"
-        return f"{request.url.scheme}://{request.url.netloc}{run}/sessions/{quote(known.session, safe=':@')}/v1"
+        run, url = "" if known.run == self._runs.own.name else f"/runs/{known.run}", request.url
+        if self._ports is not None and url.port == self._ports[0]:
+            url = url.replace(port=self._ports[1])
+        return f"{url.scheme}://{url.netloc}{run}/sessions/{quote(known.session, safe=':@')}/v1"
 
     # --- what is told
     def _shown(self, session: Session) -> dict[str, Any]:

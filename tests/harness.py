@@ -155,7 +155,7 @@ async def gateway(
             "port": 0,
         } | settings
         made = _Gateway(Settings.load(None, {}, given), resume=resume)
-        listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        listener = socket.create_server(("127.0.0.1", made.settings.port), backlog=4096)
         port = listener.getsockname()[1]
         server = _Server(made, listener, carrier)
         if middleware is not None:

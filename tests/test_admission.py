@@ -426,21 +426,28 @@ async def test_a_fan_out_takes_its_places_in_the_queue_all_or_none() -> None:
     async with Engine(held=True) as engine, gateway(engine.pool(), limits={"queue": 3}) as gate:
         running = score(gate, engine, "running")
         await engine.has_seen(1)
-        refused = await score(gate, engine, ["1", "2", "3", "4"])
-        assert code(refused) == (503, "queue_full")
-        assert refused.headers["retry-after"] == "1"
-        assert waiting(gate, 0)()
-        assert gate.in_flight("reward-0") == 1
         taken = score(gate, engine, ["1", "2", "3"])
         await gate.until(waiting(gate, 3))
-        assert code(await score(gate, engine, "one more")) == (503, "queue_full")
+        refused = await score(gate, engine, ["4", "5"])
+        assert code(refused) == (503, "queue_full")
+        assert refused.headers["retry-after"] == "1"
+        assert waiting(gate, 3)()
+        assert gate.in_flight("reward-0") == 4
         engine.go.set()
         assert (await running).status_code == (await taken).status_code == 200
         assert [seen.json["input"] for seen in engine.seen] == ["running", "1", "2", "3"]
 
 
+@pytest.mark.parametrize("queue", [1, 3])
+async def test_a_fan_out_is_taken_however_large_it_is(queue: int) -> None:
+    """Else it could be asked again for ever."""
+    async with Engine() as engine, gateway(engine.pool(), limits={"queue": queue}) as gate:
+        assert (await score(gate, engine, [f"{number}" for number in range(12)])).status_code == 200
+        assert len(engine.seen) == 12
+
+
 async def test_of_two_fan_outs_that_come_at_once_one_is_served_whole() -> None:
-    async with Engine(held=True) as engine, gateway(engine.pool(), limits={"queue": 3}) as gate:
+    async with Engine(held=True) as engine, gateway(engine.pool(), limits={"queue": 2}) as gate:
         both = [score(gate, engine, [f"{number}a", f"{number}b", f"{number}c"]) for number in range(2)]
         await gate.until(lambda: any(each.done() for each in both))
         engine.go.set()

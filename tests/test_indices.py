@@ -362,6 +362,20 @@ async def test_a_malformed_header_or_path_is_refused_by_name(path: str, name: st
         assert index(await ask(gate)) == 0
 
 
+@both_carriers
+async def test_spaces_around_a_headers_value_are_no_part_of_it(carrier: CarrierName) -> None:
+    """A proxy in front may take them away (RFC 9110, 5.5)."""
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), carrier=carrier) as gate:
+        body = json.dumps(chat()).encode()
+        lines = [b"host: g", b"x-session-id: \t 17:3 \t ", b"x-request-index:4  ", b"content-length: %d " % len(body)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", gate.port)
+        writer.write(b"POST %b HTTP/1.1\r\n%b\r\n\r\n%b" % (CHAT.encode(), b"\r\n".join(lines), body))
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        writer.close()
+        assert b"x-detgate-request-id: 17:3:4\r\n" in head
+        assert b"x-detgate-session: 17:3\r\n" in head
+
+
 async def test_a_number_needs_a_session() -> None:
     async with gate_of() as (_, gate):
         refused(await ask(gate, session=None, X_Request_Index="1"), 400, "session_required", "X-Request-Index")

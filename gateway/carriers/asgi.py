@@ -221,7 +221,7 @@ async def _leave(receive: Receive, client: Client, pumping: asyncio.Task[bool]) 
 
 
 def _request(scope: Any, body: bytes) -> Request:
-    headers: Headers = [(name.lower(), value) for name, value in scope["headers"]]
+    headers: Headers = [(name.lower(), value.strip(b" \t")) for name, value in scope["headers"]]
     query = scope.get("query_string", b"").decode("latin-1")
     return Request(scope["method"], _path(scope), query, headers, dict(headers), body)
 

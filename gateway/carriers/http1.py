@@ -165,7 +165,7 @@ class Client:
 
     def write(self, data: bytes) -> None:
         """Some bytes of the body, at once."""
-        if self.disconnected:
+        if self.disconnected or not data:  # a chunk of nothing is the end
             return
         if self._chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
@@ -332,6 +332,8 @@ class Carrier(HttpToolsProtocol):
             heads.check_trailer(name)
             return  # what decides is decided, and nobody asked for more
         name = name.lower()
+        if value[-1:] <= b" ":  # what is behind it is no part of it (RFC 9110, 5.5), and the parser leaves it there
+            value = value.rstrip(b" \t")
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
         self.headers.append((name, value))

@@ -321,7 +321,11 @@ class Limits(Section):
         " those taken apart; past it 503.",
     )
     connections: Count = Field(16384, description="Connections of clients that are open at once; past it 503.")
-    queue: Count = Field(4096, description="Requests that may wait in one lane; past it 503.")
+    queue: Count = Field(
+        4096,
+        description="Requests that may wait in one lane; past it the next gets 503. One that is taken apart counts as"
+        " its calls, and is taken whole or not at all.",
+    )
     sessions: Count = Field(100_000, description="Sessions made by `POST /sessions` that have not ended; past it 503.")
     group: Count = Field(4096, description="Sessions of one group; a larger one is refused with 400.")
     scopes: Count = Field(

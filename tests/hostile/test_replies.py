@@ -247,3 +247,25 @@ async def test_a_stream_that_breaks_does_not_look_whole_to_http_1_0(whole: bool)
         assert sent == b"".join(CHAT.events[1:])
     else:
         assert b'"error"' in sent
+
+
+async def test_a_parted_stream_that_tells_of_an_error_ends_once() -> None:
+    """What follows on the connection is the next answer."""
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        if not seen.json.get("stream"):
+            reply.json(json.loads(SGLANG_CHAT.answer))
+            return
+        reply.sse()
+        reply.chunk(SGLANG_CHAT.events[0])
+        reply.chunk(b'data: {"error":{"message":"out of memory","type":"server_error"}}\n\n')
+        reply.chunk(b"data: [DONE]\n\n")
+        reply.end()
+
+    async with FakeWorker(script) as worker, gateway(SGLANG_CHAT.pool(worker.url)) as gate:
+        async with Wire(gate.port) as wire:
+            wire.post(SGLANG_CHAT.path, SGLANG_CHAT.body(stream=True, n=2))
+            assert await wire.head() == 200
+            assert b"out of memory" in await wire.body()
+            wire.post(SGLANG_CHAT.path, SGLANG_CHAT.body())
+            assert await wire.head() == 200

@@ -50,6 +50,20 @@ async def test_each_port_has_what_is_its_own() -> None:
             assert reward.status_code == 200
 
 
+async def test_a_session_that_was_made_there_asks_at_the_data_planes_port() -> None:
+    port = ports.free()
+    async with FakeWorker() as worker:
+        async with gateway(pool("policy", worker.url), port=ports.free(), admin_port=port) as gate, at(port) as admin:
+            made = (await admin.post("/sessions", json={"identity": "a"})).json()
+            assert made["base_url"] == f"http://127.0.0.1:{gate.port}/sessions/a/v1"
+            asked = await gate.http.post(
+                f"{made['base_url']}/chat/completions",
+                json=chat(),
+                headers={"authorization": f"Bearer {made['api_key']}"},
+            )
+            assert asked.status_code == 200
+
+
 async def test_with_one_port_all_stands_on_it() -> None:
     async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
         for path in BEHIND:

@@ -86,13 +86,17 @@ async def test_two_gateways_go_by_the_rule_of_one_process(seed: int) -> None:
 
 async def test_places_of_one_request_are_taken_all_or_none() -> None:
     async with RedisServer() as server, linked(server.url) as link, places(link, 1, 2, keep=False) as home:
-        await home.join([claim("a"), claim("a", 1), claim("b")])
+        first = [claim("a"), claim("a", 1), claim("a", 2), claim("b")]
+        await home.join(first)
         with pytest.raises(Busy, match="2 requests wait in lane a"):
-            await home.join([claim("c"), claim("a", 2), claim("a", 3)])
+            await home.join([claim("c"), claim("a", 3)])
         other = claim("c")
         await home.join([other])
         assert other.state == "in"
-        await home.join([claim("a", 2)])
+        home.leave(first[2])
+        many = [claim("a", index) for index in range(3, 8)]
+        await home.join(many)
+        assert {each.state for each in many} == {"waiting"}, "taken whole, however many they are"
 
 
 async def test_what_a_silent_gateway_had_is_taken_over_and_it_can_neither_use_nor_free_it_any_more(quick: None) -> None:

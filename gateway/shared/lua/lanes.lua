@@ -140,27 +140,27 @@ end
 
 local operations = {}
 
--- lane, rank, replica, place … : all or none. Gives what became of each: 1 and the lane's doubt, or 0 for its queue.
+-- lane, rank, replica, place … : all of a request, or none. Gives what became of each: 1 and the lane's doubt, or 0 for
+-- its queue. However many they are, they are taken where so many do not wait yet.
 function operations.join()
     local known, heard = leased(token)
     if not known or connection < heard then
         return { 'unknown' }
     end
-    local queue, room, waiting, wanted = tonumber(ARGV[FIRST]), {}, {}, {}
+    local queue, room, wanted = tonumber(ARGV[FIRST]), {}, {}
     local closed = quiet()
     for at = FIRST + 1, #ARGV, 4 do
         local lane = ARGV[at]
         if not room[lane] then
             room[lane] = closed and 0 or limit - redis.call('HLEN', lane_key(lane, 'in'))
-            waiting[lane] = redis.call('HLEN', lane_key(lane, 'queue'))
+            local waiting = redis.call('HLEN', lane_key(lane, 'queue'))
+            if room[lane] <= 0 and waiting >= queue then
+                return { 'full', lane, waiting }
+            end
         end
         if room[lane] > 0 then
             room[lane] = room[lane] - 1
             wanted[at] = true
-        elseif waiting[lane] < queue then
-            waiting[lane] = waiting[lane] + 1
-        else
-            return { 'full', lane, waiting[lane] }
         end
     end
     local told = { 'ok' }
