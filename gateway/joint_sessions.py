@@ -91,6 +91,17 @@ class JointSessions(Sessions):
         self._put_by(run, ledger.file.with_suffix(".sessions.db"))
         self._events[run] = Events(self._link, run, self._limit, self._retention, _Witness(self, run))
 
+    @property
+    def busy(self) -> set[str]:
+        """Those too of which it is not known yet."""
+        return super().busy | {run for run, events in self._events.items() if not events.ready}
+
+    def end_run(self, run: str) -> None:
+        super().end_run(run)
+        self._used = {place: None for place in self._used if place[0] != run}
+        if (events := self._events.pop(run, None)) is not None:
+            events.leave()
+
     async def close(self) -> None:
         """Follow nothing any more."""
         for events in self._events.values():
@@ -237,15 +248,18 @@ class JointSessions(Sessions):
                 log.exception("sessions could not be looked after; tries again")
 
     async def _sweep(self, run: str, most: int) -> None:
+        events = self._events.get(run)
+        if events is None:
+            return
         used, self._used = self._used, {place: None for place in self._used if place[0] != run}
         busy = [session.place for session in self._busy]
         names = sorted({name for of, name in (*used, *busy) if of == run})
         why = f"idle for {self._idle_seconds:g} s"
         words = round(self._idle_seconds * 1000), orjson.dumps(why)
         while len(names) > TOLD:
-            await self._events[run].call("sweep", *words, 0, *names[:TOLD])
+            await events.call("sweep", *words, 0, *names[:TOLD])
             del names[:TOLD]
-        ended = await self._events[run].call("sweep", *words, most, *names)
+        ended = await events.call("sweep", *words, most, *names)
         for name in ended:
             session = self._sessions.get((run, name.decode()))
             if session is not None:

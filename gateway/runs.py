@@ -47,6 +47,10 @@ ABOUT: dict[str, tuple[type, ...]] = {
 LARGE = 8 << 20
 """Bytes of a ledger above which it is read beside the loop: some tenth of a second."""
 
+REST = 10
+"""With redis, times `timeouts.store` after a run was named until it may be closed: whoever named it may wait for the
+store several times before the store or its sessions know that it is used."""
+
 PACE = 32 << 20
 """Bytes a second that are read there at least: when to ask again."""
 
@@ -345,23 +349,21 @@ class Runs:
         opening = sum(not task.done() for task in self._opening.values())
         if len(self._open) + opening < limit:
             return
-        if not isinstance(self._store, MemoryStore):
-            raise Busy(
-                f"{limit} runs are open already. Name fewer, or raise limits.runs.",
-                code="too_many_runs",
-                retry_after=60,
-            )
         used = self._store.busy | self._sessions.busy
-        idle = [run for run in self._open.values() if run is not self.own and run.name not in used]
+        since = time.monotonic() - (REST * self._settings.timeouts.store if self._store.shared else 0.0)
+        idle = [
+            run for run in self._open.values() if run is not self.own and run.name not in used and run.used_at <= since
+        ]
         if not idle:
             raise Busy(
-                f"{limit} runs are open already, and each has open requests or sessions. Ask again later, end "
-                "sessions, or raise limits.runs.",
+                f"{limit} runs are open already, and each has open requests or sessions, or was named just now. Ask "
+                "again later, end sessions, or raise limits.runs.",
                 code="too_many_runs",
             )
         run = min(idle, key=lambda run: run.used_at)
         del self._open[run.name]
         run.close()
+        self._store.leave(run.name)
 
     def revive(self, name: str) -> None:
         """Open a run that is there already: what it knew may be asked for before a request counts in it."""

@@ -12,10 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway import runs
 from gateway.settings import InvalidSettings
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, pool
 from tests.harness import gateway as whole
 from tests.redis_server import Front, RedisServer
+from tests.shared.test_epochs import Pair
 from tests.test_joint_lanes import gateways
 from tests.waiting import until
 
@@ -286,3 +288,117 @@ async def test_a_broken_record_of_weights_ends_the_start_with_its_place(tmp_path
         with pytest.raises(InvalidSettings, match=r"1-1\.jsonl, line 2 is no sound record: change is missing"):
             async with whole(pool("policy", worker.url), state=server.url, run="r", ledger={"path": str(tmp_path)}):
                 pass
+
+
+async def of_run(gate: Gate, run: str, text: str, **headers: str) -> httpx.Response:
+    return await gate.http.post(f"/runs/{run}/sessions/s{CHAT}", json=chat(text), headers=headers)
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def shown(ledger: Path) -> list[Path]:
+    """Where gateways show those who share the folder that they live."""
+    return list(ledger.glob("*/*.gateway"))
+
+
+async def takes_part(server: RedisServer, run: str) -> list[bytes]:
+    """Gateways that the store takes for alive in a run."""
+    told: list[bytes] = await server.ask("ZRANGE", f"detgate:{{{run}}}:beats", 0, -1)
+    return told
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+async def test_an_idle_run_makes_room_and_goes_on_where_it_was_when_it_is_named_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgets: bool
+) -> None:
+    monkeypatch.setattr(runs, "REST", 0)
+    async with RedisServer() as server, FakeWorker() as worker:
+        given: dict[str, Any] = {"state": server.url, "run": "own", "limits": {"runs": 2}}
+        async with whole(pool("policy", worker.url), **given, ledger={"path": str(tmp_path)}) as gate:
+            store: Any = gate.gateway._store
+            sessions: Any = gate.gateway.sessions
+            for number in range(3):
+                for run in ("a", "b", "c"):
+                    async with asyncio.timeout(20):
+                        while (answer := await of_run(gate, run, str(number))).status_code == 503:
+                            # The run before it is not left while the store has not noted its end.
+                            assert error_of(answer)[1] in ("too_many_runs", "store_unavailable")
+                    assert (answer.status_code, answer.headers["x-detgate-index"]) == (200, str(number))
+                    assert set(store._runs) == set(sessions._events) == {"own", run}
+                    assert len(await takes_part(server, run)) == 1
+                    assert len(shown(tmp_path)) == 2
+                if forgets:
+                    await server.ask("FLUSHALL")
+            names = {task.get_name() for task in asyncio.all_tasks()}
+            assert {name for name in names if name.startswith(("run ", "sessions of "))} == {
+                "run own",
+                "run c",
+                "sessions of own",
+                "sessions of c",
+            }
+            if not forgets:
+                assert await takes_part(server, "a") == []
+
+
+async def test_a_run_in_which_something_happens_or_that_was_named_just_now_makes_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = asyncio.Event()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        if b"slow" in seen.body:
+            await go.wait()
+        reply.json(completion())
+
+    async with RedisServer() as server, FakeWorker(script) as worker:
+        given: dict[str, Any] = {"state": server.url, "run": "own", "limits": {"runs": 2}}
+        async with whole(pool("policy", worker.url), **given, ledger={"path": str(tmp_path)}) as gate:
+            slow = asyncio.create_task(of_run(gate, "a", "slow"))
+            await until(lambda: worker.running == 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(runs, "REST", 0)
+                assert error_of(await of_run(gate, "b", "1")) == (503, "too_many_runs")
+                go.set()
+                assert (await slow).status_code == 200
+                made = await post(gate, "/sessions", {"identity": "x", "run": "a"})
+                assert error_of(await of_run(gate, "b", "1")) == (503, "too_many_runs")
+                key = bearer(made.json()["api_key"])
+                assert (await gate.http.delete("/runs/a/sessions/x", headers=key)).json()["state"] == "ended"
+            assert error_of(await of_run(gate, "b", "1")) == (503, "too_many_runs")
+            store: Any = gate.gateway._store
+            await until(lambda: "a" not in store.busy)
+            monkeypatch.setattr(runs, "REST", 0)
+            assert (await of_run(gate, "b", "1")).headers["x-detgate-index"] == "0"
+            # Of the session that has ended is known what was known.
+            ended = await gate.http.post(f"/runs/a/sessions/x{CHAT}", json=chat(), headers=key)
+            assert error_of(ended) == (410, "session_ended")
+
+
+async def test_what_a_gateway_did_in_a_run_before_it_left_it_is_told_when_the_server_has_lost_the_last_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "REST", 0)
+    pair = Pair()
+    async with pair.up() as front, FakeWorker() as worker:
+        given: dict[str, Any] = {"state": front.url, "run": "own", "limits": {"runs": 2}}
+        given["timeouts"] = {"gateway": 1.0}
+        async with whole(pool("policy", worker.url), **given, ledger={"path": str(tmp_path)}) as gate:
+            store: Any = gate.gateway._store
+
+            async def asked(run: str, text: str) -> str:
+                async with asyncio.timeout(20):
+                    while (answer := await of_run(gate, run, text)).status_code == 503:
+                        pass
+                return answer.headers["x-detgate-index"]
+
+            assert await asked("a", "0") == "0"
+            await until(lambda: not store.busy)
+            await pair.follow()
+            await pair.part()
+            assert await asked("a", "1") == "1"
+            assert await asked("b", "0") == "0"
+            assert "a" not in store._runs
+            await pair.fail_over()
+            assert await asked("a", "2") == "2"

@@ -335,8 +335,8 @@ class Limits(Section):
     )
     runs: Count = Field(
         64,
-        description="Runs that one process has open; past it the longest idle one is closed, or, where none is idle or"
-        " with redis, 503.",
+        description="Runs that one process has open; past it the longest idle one is closed, or, where none is idle,"
+        " 503.",
     )
     readings: Count = Field(2, description="Ledgers that are read at once for pages of `/ui`; past it 503.")
     attempts: Count = Field(3, description="Sendings of one request, the first included.")

@@ -76,6 +76,7 @@ class Events:
         """Names the store's memory."""
         self._number = 0
         """Of the last event that is known."""
+        self._left = False
         self._ready = asyncio.Event()
         self._look = asyncio.Event()
         link.connected.append(self.soon)
@@ -88,9 +89,17 @@ class Events:
         return self._ready.is_set()
 
     async def close(self) -> None:
+        self.leave()
+        await stop(self._following)
+
+    def leave(self) -> None:
+        """Follow nothing any more."""
+        if self._left:
+            return
+        self._left = True
         self._link.connected.remove(self.soon)
         self._link.unsubscribe(self._channel, self._hear)
-        await stop(self._following)
+        self._following.cancel()
 
     async def call(self, operation: str, *words: str | bytes | int) -> Any:
         """What an operation of the script gives; what happened until then is known. Raises `StoreFault`."""

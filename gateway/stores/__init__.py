@@ -86,6 +86,13 @@ class Store(Protocol):
     def close(self, run: str) -> None:
         """It serves the run no more."""
 
+    def leave(self, run: str) -> None:
+        """It is no more one of those who serve the run, of which nothing is in flight here."""
+
+    @property
+    def busy(self) -> set[str]:
+        """Runs in which a request has an index, or waits for one: those that cannot be left."""
+
     def why_down(self, run: str) -> str | None:
         """Why no request of a run can get an index now; None: it can."""
 

@@ -186,6 +186,9 @@ class MemoryStore:
         """What it serves it has restored. The ledger is told of those who waited in vain."""
         self._ledgers[run] = ledger
 
+    def leave(self, run: str) -> None:
+        """There is no other."""
+
     def why_down(self, run: str) -> str | None:
         """It is never down."""
         return None
@@ -198,7 +201,6 @@ class MemoryStore:
 
     @property
     def busy(self) -> set[str]:
-        """Runs in which a request has an index, or waits for one."""
         return {key.run for key, scope in self._scopes.items() if scope.live} | {key.run for key in self._waiters}
 
     def take_over(self, other: MemoryStore) -> None:

@@ -15,7 +15,8 @@ import secrets
 import socket
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -182,6 +183,15 @@ class RedisStore:
         if (left := self._runs.get(run)) is not None:
             left.hide()
 
+    def leave(self, run: str) -> None:
+        left = self._runs.pop(run, None)
+        if left is not None:
+            left.depart()
+
+    @property
+    def busy(self) -> set[str]:
+        return {name for name, run in self._runs.items() if run.busy}
+
     def part(self, run: str) -> Part:
         """The part that this gateway takes in a run."""
         return self._run(run).part
@@ -201,7 +211,9 @@ class RedisStore:
             await run.leave()
 
     async def claim(self, key: ScopeKey, ask: Ask, settle_seconds: float) -> Claim:
-        return await self._run(key.run).claim(key, ask, settle_seconds)
+        run = self._run(key.run)
+        with run.asking():
+            return await run.claim(key, ask, settle_seconds)
 
     async def complete(self, key: ScopeKey, index: int, *, sure: bool = False) -> bool:
         return await self._runs[key.run].complete(key, index, sure)
@@ -210,7 +222,9 @@ class RedisStore:
         return await self._runs[key.run].settle(key, index, used)
 
     async def has_issued(self, key: ScopeKey, index: int) -> bool:
-        return await self._run(key.run).has_issued(key, index)
+        run = self._run(key.run)
+        with run.asking():
+            return await run.has_issued(key, index)
 
     def raced(self, key: ScopeKey, index: int) -> bool:
         return self._runs[key.run].issued(key, index).raced
@@ -259,8 +273,10 @@ class SharedRun:
         self._waiters: dict[bytes, list[Waiter]] = {}
         """In order of arrival."""
         self._recent: deque[tuple[int, Held]] = deque(maxlen=RECENT)
-        self._told = 0
-        """The number of the last call that the store has answered."""
+        self._told = store.number()
+        """The number of the last call that the store has answered. Those of an earlier part in the run are lower."""
+        self._asking = 0
+        """Claims, and looks before a claim, that are under way."""
         self._forgot = memory.epoch >= 0
         """There were calls that are not among the recent ones."""
         self._next: OrderedDict[ScopeKey, int | None] = OrderedDict()
@@ -275,6 +291,17 @@ class SharedRun:
         self._link.unsubscribe(self._channel, self._wake)
         await self.part.end()
 
+    def depart(self) -> None:
+        """As `leave`, at once. Nothing of it is in flight."""
+        self._life.cancel()
+        self._link.unsubscribe(self._channel, self._wake)
+        self.part.depart()
+
+    @property
+    def busy(self) -> bool:
+        """It has a claim, or asks for one, or cannot leave in an orderly way now."""
+        return bool(self._held or self._waiters or self._asking) or self.part.connection is None
+
     def is_in(self, folder: Path | None) -> bool:
         """Whether that is its folder."""
         return folder is not None and self._folder == folder
@@ -285,6 +312,15 @@ class SharedRun:
         self._ledger = ledger
         if self._shown is None:
             self._shown = deeds.show(self._folder, self._store.terms.gateway)
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Meanwhile it is not left."""
+        self._asking += 1
+        try:
+            yield
+        finally:
+            self._asking -= 1
 
     def hide(self) -> None:
         """Live no more, for those who share the folder."""
