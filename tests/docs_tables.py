@@ -64,6 +64,7 @@ _SHOWN: tuple[tuple[Any, str], ...] = (
     (schema.Port, "0 … 65535"),
     (schema.FixedPort, "1 … 65535"),
     (schema.Seconds, "seconds"),
+    (schema.Patience, "seconds, above 0"),
     (schema.Slack, "integer from 0, or `inf`"),
     (schema.Name, "name"),
     (schema.AdminKey, "secret"),

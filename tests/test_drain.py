@@ -129,6 +129,23 @@ async def test_what_outlives_the_deadline_of_a_drain_ends_as_an_error(tmp_path: 
         assert (draining["requests"], draining["seconds"], ended["cut"]) == (2, 0.5, 2)
 
 
+@pytest.mark.parametrize("path", [CHAT, "/sessions"])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+async def test_a_request_that_has_not_come_whole_holds_up_no_end(
+    tmp_path: Path, path: str, sent: signal.Signals
+) -> None:
+    async with replica() as sim:
+        async with serving(tmp_path, config(sim.url)) as gate, Wire(gate.port) as wire:
+            head = b"POST %b HTTP/1.1\r\nhost: g\r\nexpect: 100-continue\r\ncontent-length: 99\r\n\r\n{" % path.encode()
+            wire.writer.write(head)
+            async with httpx.AsyncClient() as http:
+                assert (await http.get(f"http://127.0.0.1:{gate.port}/livez")).status_code == 200
+            gate.signal(sent)
+            assert await gate.ended(3) == (0 if sent == signal.SIGTERM else 130)
+            assert (b"shutting_down" in await wire.reader.read()) is (path == CHAT)
+        assert not any("error" in line for line in gate.lines)
+
+
 @pytest.mark.parametrize("busy", [False, True])
 async def test_ctrl_c_ends_at_once_with_130_and_the_run_with_it(tmp_path: Path, busy: bool) -> None:
     async with replica() as sim:

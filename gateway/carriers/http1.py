@@ -21,7 +21,7 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.core import fields, heads
-from gateway.core.errors import CallerFault, Fault, TooLarge, TooSlow
+from gateway.core.errors import Busy, CallerFault, Fault, TooLarge, TooSlow
 from gateway.core.shapes import error_body, error_headers
 from gateway.core.types import Request
 from gateway.intake import Intake, Seat
@@ -626,11 +626,19 @@ class Carrier(HttpToolsProtocol):
 
     # --- the end
     def give_up(self) -> bool:
-        """The drain's deadline has passed: an answer under way ends as an error. False: none was."""
+        """The drain is over: an answer under way ends as an error. False: none was.
+
+        A request that has not come whole is not waited for either.
+        """
         asked = self.active
-        if asked is None or asked.task is None or asked.response_complete:
-            return False
-        return asked.task.cancel()
+        if asked is not None and asked.task is not None and not asked.response_complete:
+            return asked.task.cancel()
+        if self._phase == BODY:
+            if asked is not None and not asked.started:
+                asked.refusal = Busy("The gateway is shutting down. Ask another.", code="shutting_down")
+                self._refuse(asked)
+            self.transport.close()
+        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.plane.intake.leave(self._seat)

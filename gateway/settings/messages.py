@@ -108,6 +108,8 @@ def _said(model: type[BaseModel], fault: ErrorDetails) -> Iterator[str]:
             text = "true or false is needed"
         case "greater_than_equal":
             text = f"at least {context['ge']:g} is needed"
+        case "greater_than":
+            text = f"more than {context['gt']:g} is needed"
         case "less_than_equal":
             text = f"at most {context['le']:g} is possible"
         case "less_than":

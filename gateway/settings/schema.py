@@ -177,6 +177,8 @@ Port = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, le=65535)]
 FixedPort = Annotated[int, BeforeValidator(_no_truth), Field(ge=1, le=65535)]
 Written = PlainSerializer(_written, when_used="json")
 Seconds = Annotated[float, BeforeValidator(_no_truth), Field(ge=0, allow_inf_nan=False), Written]
+Patience = Annotated[float, BeforeValidator(_no_truth), Field(gt=0, allow_inf_nan=False), Written]
+"""Seconds of which none would fail everything."""
 Slack = Annotated[float, BeforeValidator(_slack), Written]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Key = Annotated[SecretStr, AfterValidator(_secret)]
@@ -343,9 +345,9 @@ class Limits(Section):
 
 
 class Timeouts(Section):
-    connect: Seconds = Field(5.0, description="Seconds to open a connection to a replica.")
-    first_byte: Seconds | None = Field(None, description="Seconds to an answer's first byte; null: no bound.")
-    idle: Seconds | None = Field(None, description="Seconds between two bytes of an answer; null: no bound.")
+    connect: Patience = Field(5.0, description="Seconds to open a connection to a replica.")
+    first_byte: Patience | None = Field(None, description="Seconds to an answer's first byte; null: no bound.")
+    idle: Patience | None = Field(None, description="Seconds between two bytes of an answer; null: no bound.")
     dead: Seconds = Field(10.0, description="Seconds of silence after which a replica that probes call down is broken.")
     settle: Seconds = Field(1.0, description="Seconds that a repeat or a racing request waits for the other to end.")
     home: Seconds = Field(60.0, description="Seconds that a request waits for its replica with on_home_down: wait.")
@@ -358,27 +360,27 @@ class Timeouts(Section):
     weights: Seconds = Field(
         600.0, description="Seconds that a change of weights waits for what is in flight, and requests wait for it."
     )
-    client_write: Seconds = Field(60.0, description="Seconds that a client may take nothing of its answer.")
-    store: Seconds = Field(2.0, description="Seconds for one call to the store.")
+    client_write: Patience = Field(60.0, description="Seconds that a client may take nothing of its answer.")
+    store: Patience = Field(2.0, description="Seconds for one call to the store.")
     gateway: Seconds = Field(
         10.0,
         ge=0.1,
         description="Seconds of silence after which a gateway of a run in redis counts as gone, and for which the"
         " others wait to be told what it did when redis may have forgotten.",
     )
-    reading: Seconds = Field(60.0, description="Seconds that a page of `/ui` may read ledgers.")
-    run: Seconds = Field(
+    reading: Patience = Field(60.0, description="Seconds that a page of `/ui` may read ledgers.")
+    run: Patience = Field(
         2592000.0, description="Seconds after its last request for which a run is kept in redis; then it answers 410."
     )
-    head: Seconds = Field(30.0, description="Seconds that a client may take to send a request's head.")
-    body: Seconds = Field(60.0, description="Seconds that it may take for the body, and one more for each 16 KiB.")
+    head: Patience = Field(30.0, description="Seconds that a client may take to send a request's head.")
+    body: Patience = Field(60.0, description="Seconds that it may take for the body, and one more for each 16 KiB.")
     keep_alive: Seconds = Field(75.0, description="Seconds that a client's idle connection is kept.")
     drain: Seconds = Field(30.0, description="Seconds that requests in flight have to end after SIGTERM.")
 
 
 class Health(Section):
-    interval: Seconds = Field(2.0, description="Seconds between two probes of a replica.")
-    timeout: Seconds = Field(10.0, description="Seconds that a probe may take; a busy server is slow, not dead.")
+    interval: Patience = Field(2.0, description="Seconds between two probes of a replica.")
+    timeout: Patience = Field(10.0, description="Seconds that a probe may take; a busy server is slow, not dead.")
     failures: Count = Field(3, description="Probes in a row that fail before a replica counts as down.")
     breaks: Count = Field(5, description="Requests in a row that break on a replica before it gets no more but trials.")
     successes: Count = Field(2, description="Probes in a row that pass before it counts as up again.")
