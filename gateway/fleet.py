@@ -96,7 +96,9 @@ class Replica:
         """Note a probe; True if the state changed."""
         before = self.vitals.state, self.vitals.serves
         self.vitals.probed(outcome)
-        if outcome != "ok" or not self.vitals.tripped:
+        if outcome == "ok" and self.vitals.state == "down":
+            self.reason = f"answers its probe again, and is up after {self.vitals.successes} that pass in a row"
+        elif outcome != "ok" or not self.vitals.tripped:
             self.reason = reason
         if (self.vitals.state, self.vitals.serves) == before:
             return False

@@ -168,8 +168,10 @@ async def test_a_bad_answer_takes_three(health: Any) -> None:
         engine.answers["/health"] = OK
         await subject.probe()
         assert subject.state == "down"
+        assert subject.replica.reason == "answers its probe again, and is up after 2 that pass in a row"
         await subject.probe()
         assert subject.state == "up"
+        assert subject.replica.reason == "answers its probe"
 
 
 @pytest.mark.parametrize(

@@ -436,6 +436,8 @@ class Carrier(HttpToolsProtocol):
         self.url, self.expect_100_continue = url, expect
         self.headers.extend(headers)
         super().on_headers_complete()
+        if expect:  # it may be answered before its body, which then comes or does not
+            self.cycle.keep_alive = False
 
     # --- one request after the other
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:

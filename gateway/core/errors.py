@@ -92,6 +92,13 @@ class TooLarge(CallerFault):
     code = "request_too_large"
 
 
+class Encoded(CallerFault):
+    """The body came compressed, which no engine reads either."""
+
+    status = 415
+    code = "encoded_body"
+
+
 class TooSlow(CallerFault):
     status = 408
     code = "request_timeout"

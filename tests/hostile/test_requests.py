@@ -7,12 +7,13 @@ never otherwise, so no byte of a request is taken for one of the next.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from typing import Any
 
 import pytest
 
-from tests.harness import FakeWorker, Gate, Reply, Seen, Wire, chat, gateway, pool
+from tests.harness import CarrierName, FakeWorker, Gate, Reply, Seen, Wire, chat, gateway, pool
 from tests.hostile.answers import Answer, parse
 from tests.hostile.cases import BODY, CASES, CHUNKED, HOST, LENGTH, LIVEZ, Case, chunks, get, post
 
@@ -208,6 +209,32 @@ async def test_leave_to_send_a_body_is_given_when_its_turn_has_come() -> None:
         assert await wire.head() == 100
         wire.writer.write(BODY)
         assert await wire.head() == 200
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("POST", "/nowhere", 404), ("POST", "/readyz", 405)])
+async def test_a_control_route_that_refuses_before_the_body_ends_the_connection(
+    method: str, path: str, status: int
+) -> None:
+    """Whether the body comes nobody knows."""
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate, Wire(gate.port) as wire:
+        head = f"{method} {path} HTTP/1.1\r\nhost: g\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n"
+        wire.writer.write(head.encode())
+        assert await wire.head() == status
+        assert wire.header("connection") == "close"
+        await wire.body()
+        assert await wire.reader.read() == b""
+
+
+@pytest.mark.parametrize("carrier", ["http1", "asgi"])
+async def test_a_compressed_body_is_refused_and_the_message_says_so(carrier: CarrierName) -> None:
+    body = gzip.compress(json.dumps(chat()).encode())
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), carrier=carrier) as gate:
+        for coding, status in (("gzip", 415), ("br", 415), ("identity", 400)):
+            got = await gate.http.post("/v1/chat/completions", content=body, headers={"content-encoding": coding})
+            assert got.status_code == status
+            assert (f"Content-Encoding: {coding}" in got.json()["error"]["message"]) is (status == 415)
+        plain = await gate.http.post("/v1/chat/completions", json=chat(), headers={"content-encoding": "identity"})
+        assert plain.status_code == 200
 
 
 async def test_what_names_a_request_cannot_add_lines_to_a_head() -> None:
