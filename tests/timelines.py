@@ -274,7 +274,7 @@ TIMELINES = {
     "strict: the second waits until the first has ended": """
         a  asks x strict  0
         b  asks y strict  waits
-        a  ends
+        a  ends           raced
         b  gets           1 racing
         b  ends           raced
         a  delivers
@@ -293,7 +293,7 @@ TIMELINES = {
         b  asks x strict  waits
         c  asks y strict  waits
         d  asks z strict  waits
-        a  ends
+        a  ends           raced
         b  gets           1 racing
         c  waits on
         d  waits on
@@ -307,16 +307,39 @@ TIMELINES = {
         a  asks x strict  0
         b  asks x strict  1
         c  asks y strict  waits
-        a  ends
+        a  ends           raced
         c  waits on
-        b  ends
+        b  ends           raced
         c  gets           2 racing
+    """,
+    "strict: equal bytes that come while another waits have raced with it": """
+        a  asks x strict  0
+        b  asks y strict  waits
+        c  asks x strict  1 racing
+        b  gives up       racing_index
+        a  ends           raced
+        c  ends           raced
+        d  asks z strict  2
+        d  ends
+    """,
+    "strict: who waited for its like and is refused for another's sake has raced with that": """
+        a  asks x strict        0
+        b  asks x strict        1
+        a  fails                released
+        b  fails                released
+        a2 asks x strict        0 reused
+        b2 asks x strict        1 reused
+        r  asks x again strict  waits
+        c  asks y strict        2
+        r  gives up             racing_index
+        c  ends                 raced
+        a2 ends
     """,
     "strict: equal ones that wait go together": """
         a  asks x strict  0
         b  asks y strict  waits
         c  asks y strict  waits
-        a  ends
+        a  ends           raced
         b  gets           1 racing
         c  gets           2 racing
     """,
@@ -325,7 +348,7 @@ TIMELINES = {
         b  asks y strict  waits
         c  asks z strict  waits
         b  leaves
-        a  ends
+        a  ends           raced
         c  gets           1 racing
     """,
     "strict: keys, numbers and releases do not wait": """
@@ -352,8 +375,8 @@ TIMELINES = {
         b  asks x strict        1
         r  asks x again strict  waits
         c  asks y strict        waits
-        a  ends
-        b  ends
+        a  ends                 raced
+        b  ends                 raced
         c  gets                 2 racing
         a  delivers
         b  delivers

@@ -209,6 +209,8 @@ class Scope:
     """Bytes digest → how many indices in flight were drawn from the counter with it."""
     calm: set[int] = _NONE
     """Those in flight that were drawn and have not raced yet: all of the same bytes, else they would have."""
+    contended: bool = False
+    """One that was to be drawn waits for those in flight, or did: they have a rival."""
     raced: Set[int] = _NONE
     """Indices that the network decided. One that is taken again is no better for that."""
     remembered: int = 0
@@ -216,6 +218,8 @@ class Scope:
 
     def claim(self, ask: Ask, *, raced: bool = False, final: bool = False) -> Claim | Wait:
         """Take an index. Raises `Conflict`; nothing is taken then, nor when it answers `Wait`.
+
+        Those in flight have raced then all the same: had this come a moment earlier, it would have been the first.
 
         `raced`: it has waited for a rival, so the network decided which of them came first.
         """
@@ -262,6 +266,7 @@ class Scope:
             self.drawn[live.raw] -= 1
             if not self.drawn[live.raw]:
                 del self.drawn[live.raw]
+                self.contended = self.contended and bool(self.drawn)
         return index in self.raced
 
     def settle(self, index: int, *, used: bool) -> bool:
@@ -313,6 +318,10 @@ class Scope:
         """Take in what was known of these bytes (`Asked`) when a request of them had waited for a rival in vain."""
         asked = self.asked.get(raw)
         self.asked[raw] = Asked(index, repeat, 0 if asked is None else asked.live)
+
+    def restore_raced(self, index: int) -> None:
+        """Take in that an index was said to have raced when a claim of it was over."""
+        self._race([index])
 
     def _check_kind(self, ask: Ask) -> None:
         if self.kind is not None and "client" in (self.kind, ask.kind) and self.kind != ask.kind:
@@ -407,6 +416,8 @@ class Scope:
     def _draw(self, ask: Ask, raced: bool, final: bool, *flags: str) -> Claim | Wait:
         rivals = self._rivals(ask)
         if rivals and ask.exclusive:
+            self._race(self.calm)
+            self.calm, self.contended = _NONE, True
             if not final:
                 return Wait("racing")
             raise refused("racing_index")
@@ -426,7 +437,7 @@ class Scope:
         if rivals:
             self._race(self.calm)
             self.calm = _NONE
-        if rivals or raced:
+        if rivals or raced or self.contended:
             self._race([index])
         else:
             if self.calm is _NONE:

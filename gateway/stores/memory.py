@@ -175,6 +175,8 @@ class MemoryStore:
             claims.remove(claim)
             if not claims:
                 del live[key, index]
+            if record.get("racing"):
+                self._scopes[key].restore_raced(index)
             self._end(key, index, used=record["used"], complete="complete" in claim)
         return [self._lost(key, index, record) for (key, index), claims in live.items() for record in claims]
 

@@ -400,7 +400,10 @@ class SharedRun:
                 pause = min(2 * pause, POLL)
                 continue
             if answer[0] == b"wait":
-                return await self._wait(held, answer[1] == b"racing", seconds)
+                racing = answer[1] == b"racing"
+                if racing:
+                    self._race(held.scope)
+                return await self._wait(held, racing, seconds)
             if answer[0] != b"away":
                 return self._outcome(held, answer)
             self.part.leave(connection)
@@ -450,6 +453,8 @@ class SharedRun:
                 param="X-Session-ID",
             )
         if answer[0] == b"refused":
+            if answer[1] == b"racing_index":
+                self._race(held.scope)
             raise refused(answer[1].decode(), answer[2].decode())
         _, index, reused, raced, rivals, flag, fenced = answer
         held.index, held.raced = int(index), bool(raced)
@@ -460,8 +465,7 @@ class SharedRun:
         issued.open += 1
         issued.raced |= held.raced
         if rivals:
-            for other in self._drawn.get(held.scope, ()):
-                other.raced = True
+            self._race(held.scope)
         if not reused:
             self._drawn.setdefault(held.scope, set()).add(issued)
             numbered = held.ask.kind == "client"
@@ -469,6 +473,11 @@ class SharedRun:
             self._bound(self._next)
         flags = ("racing",) * bool(raced) + (flag.decode(),) * bool(flag) + ("epoch",) * bool(fenced)
         return Claim(held.index, flags, bool(reused), self.part.memory.epoch)
+
+    def _race(self, scope: bytes) -> None:
+        """All that were drawn here and are in flight have a rival."""
+        for other in self._drawn.get(scope, ()):
+            other.raced = True
 
     def _give_back(self, held: Held) -> None:
         """Who asked is gone. If the claim was made, or is made yet, it is over."""
@@ -701,7 +710,9 @@ class SharedRun:
         if answer[0] == b"away":
             self.part.leave(connection)
         elif answer[0] == b"wait":
-            waiter.raced |= answer[1] == b"racing"
+            if answer[1] == b"racing":
+                waiter.raced = True
+                self._race(held.scope)
         else:
             try:
                 waiter.outcome.set_result(self._outcome(held, answer))

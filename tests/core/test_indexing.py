@@ -26,6 +26,8 @@ class Attempt:
     """It has waited for a rival."""
     ended: bool = False
     settled: bool = False
+    told: bool = False
+    """It was said to have raced when its answer ended."""
 
     @property
     def index(self) -> int:
@@ -42,6 +44,8 @@ class Desk:
     waiting: list[Attempt] = field(default_factory=list)
     claimed: list[Attempt] = field(default_factory=list)
     """Every attempt that got an index, in that order."""
+    asked: list[tuple[Attempt, bool]] = field(default_factory=list)
+    """The same, and each attempt whenever it was kept from a number by a rival; then with True."""
     written: list[tuple[Attempt, bool | None]] = field(default_factory=list)
     """The ledger: claims, and ends with whether the index was used."""
 
@@ -57,9 +61,9 @@ class Desk:
 
     def end(self, attempt: Attempt) -> bool:
         attempt.ended = True
-        raced = self.scopes[attempt.key].complete(attempt.index)
+        attempt.told = self.scopes[attempt.key].complete(attempt.index)
         self._changed()
-        return raced
+        return attempt.told
 
     def settle(self, attempt: Attempt, *, used: bool) -> bool:
         attempt.settled = True
@@ -78,7 +82,7 @@ class Desk:
 
     def restored(self) -> Desk:
         """Another, that knows what was written."""
-        other = Desk(claimed=self.claimed, written=self.written)
+        other = Desk(claimed=self.claimed, asked=self.asked, written=self.written)
         for attempt, used in self.written:
             scope = other.scope(attempt.key)
             if used is None:
@@ -86,6 +90,8 @@ class Desk:
                 scope.restore(attempt.ask, attempt.index, raced="racing" in attempt.outcome.flags)
             else:
                 scope.complete(attempt.index)
+                if attempt.told:
+                    scope.restore_raced(attempt.index)
                 scope.settle(attempt.index, used=used)
         return other
 
@@ -100,12 +106,17 @@ class Desk:
             outcome = self.scopes[attempt.key].claim(attempt.ask, raced=attempt.raced, final=final)
         except Conflict as conflict:
             attempt.outcome = conflict
+            if conflict.code == "racing_index":
+                self.asked.append((attempt, True))
             return
         if isinstance(outcome, Wait):
-            attempt.raced |= outcome.why == "racing"
+            if outcome.why == "racing":
+                attempt.raced = True
+                self.asked.append((attempt, True))
         else:
             attempt.outcome = outcome
             self.claimed.append(attempt)
+            self.asked.append((attempt, False))
             self.written.append((attempt, None))
 
 
@@ -187,6 +198,8 @@ class Counter:
     drawn: dict[int, bytes] = field(default_factory=dict)
     """Indices in flight that were drawn from the counter, and the bytes they were drawn for."""
     raced: set[int] = field(default_factory=set)
+    contended: bool = False
+    """Somebody was told to wait for those in flight."""
 
 
 class Indices(RuleBasedStateMachine):
@@ -295,6 +308,7 @@ class Indices(RuleBasedStateMachine):
             ]
             if not others:
                 counter.drawn.pop(attempt.index, None)
+                counter.contended = counter.contended and bool(counter.drawn)
             assert self.desk.end(attempt) == (attempt.index in counter.raced)
         else:
             if used:
@@ -312,15 +326,19 @@ class Indices(RuleBasedStateMachine):
 
     def account(self) -> None:
         """Note every claim that was made since, in order."""
-        for attempt in self.desk.claimed[self.seen :]:
+        for attempt, waits in self.desk.asked[self.seen :]:
             counter = self.counters.setdefault(attempt.key, Counter())
+            if waits:
+                counter.raced |= counter.drawn.keys()
+                counter.contended = True
+                continue
             name = next(logical.name for logical, sent in self.sent.items() if attempt in sent)
             counter.owners.setdefault(attempt.index, set()).add(name)
             assert isinstance(attempt.outcome, Claim)
             if attempt.ask.number is None and not attempt.outcome.reused:
                 self.draw(counter, attempt)
             assert ("racing" in attempt.outcome.flags) == (attempt.index in counter.raced)
-        self.seen = len(self.desk.claimed)
+        self.seen = len(self.desk.asked)
 
     def draw(self, counter: Counter, attempt: Attempt) -> None:
         index, ask = attempt.index, attempt.ask
@@ -328,7 +346,7 @@ class Indices(RuleBasedStateMachine):
         assert not (rivals and self.strict)
         if rivals:
             counter.raced |= {index, *counter.drawn}
-        elif attempt.raced:
+        elif attempt.raced or counter.contended:
             counter.raced.add(index)
         counter.drawn[index] = ask.raw
 

@@ -254,8 +254,8 @@ async def strict_story(seed: int, folder: Path) -> tuple[list[Claim], list[Claim
     latest = dict.fromkeys("xyz", -1)
 
     async def end(index: int, *, used: bool) -> None:
-        told.records.append(over("closed", index, used=used))
-        await store.complete(key, index)
+        raced = await store.complete(key, index)
+        told.records.append(over("closed", index, used=used) | {"racing": raced})
         await store.settle(key, index, used=used)
 
     for _ in range(draw.randrange(3, 14)):

@@ -31,6 +31,8 @@ local function draw()
     rivals = kind == 'a' and head.kinds > (mine and 1 or 0)
     if rivals and exclusive then
         why = 'racing'
+        head.races = head.races + 1
+        head.contended = 1
         return
     end
     index, reused = head.next, false
@@ -45,7 +47,7 @@ local function draw()
         head.races = head.races + 1
     end
     live.since = head.races
-    race = rivals or waited
+    race = rivals or waited or head.contended == 1
     if race then
         put(name .. 'r' .. written(index), '1')
     end
@@ -116,6 +118,7 @@ end
 
 if not index then
     if final then
+        close()
         return {'refused', 'racing_index', ''}
     end
     head.waits = 1

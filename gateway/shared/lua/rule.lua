@@ -5,7 +5,8 @@
 --   @server @epoch @phase …   the run and its epoch (take_part.lua)
 --   @g<gateway>               as what it takes part: "connection:epoch"
 --   @q<gateway>               the number of its last call
---   <scope>                   next number, kind, how often it raced, different bytes in flight, somebody waits
+--   <scope>                   next number, kind, how often it raced, different bytes in flight, somebody waits,
+--                             one that was to be drawn waits for those in flight, or did
 --   <scope>i<index>           a live index: claims, answers that have not ended, used, drawn, when drawn, bytes
 --   <scope>a<bytes>           asked for with these bytes: the index, -1 for many, -2 or -3 for none yet (indexing.py),
 --                             latest repeat, live indices
@@ -72,11 +73,14 @@ local scope, head, changed
 
 local function read_head(text)
     if not text then
-        return {next = 0, kind = '', races = 0, kinds = 0, waits = 0}
+        return {next = 0, kind = '', races = 0, kinds = 0, waits = 0, contended = 0}
     end
-    local next, kind, races, kinds, waits = string.match(text, '^(%d+),(%a?),(%d+),(%d+),(%d+)$')
+    local next, kind, races, kinds, waits, contended = string.match(
+        text, '^(%d+),(%a?),(%d+),(%d+),(%d+),(%d+)$'
+    )
     return {
-        next = tonumber(next), kind = kind, races = tonumber(races), kinds = tonumber(kinds), waits = tonumber(waits)
+        next = tonumber(next), kind = kind, races = tonumber(races), kinds = tonumber(kinds), waits = tonumber(waits),
+        contended = tonumber(contended)
     }
 end
 
@@ -94,7 +98,9 @@ local function written(n)
 end
 
 local function close()
-    put(scope, table.concat({written(head.next), head.kind, head.races, head.kinds, head.waits}, ','))
+    put(scope, table.concat({
+        written(head.next), head.kind, head.races, head.kinds, head.waits, head.contended
+    }, ','))
     call('HSET', H, unpack(changed))
 end
 
@@ -238,6 +244,9 @@ local function complete(live, index)
     if call('HINCRBY', H, scope .. 'd' .. live.raw, -1) == 0 then
         call('HDEL', H, scope .. 'd' .. live.raw)
         head.kinds = head.kinds - 1
+        if head.kinds == 0 then
+            head.contended = 0
+        end
     end
 end
 
