@@ -371,6 +371,7 @@ async def test_a_run_in_which_something_happens_or_that_was_named_just_now_makes
             await until(lambda: "a" not in store.busy)
             monkeypatch.setattr(runs, "REST", 0)
             assert (await of_run(gate, "b", "1")).headers["x-detgate-index"] == "0"
+            await until(lambda: "b" not in store.busy)
             # Of the session that has ended is known what was known.
             ended = await gate.http.post(f"/runs/a/sessions/x{CHAT}", json=chat(), headers=key)
             assert error_of(ended) == (410, "session_ended")
