@@ -144,7 +144,7 @@ class Reader:
         except DuplicateField as error:
             raise CallerFault(str(error), code="duplicate_field", param=error.field) from None
         wish = plan.read_wish(handling, document, split=pool.role == "reward")
-        if wish.seed is not None and self._settings.client_seed == "reject":
+        if wish.seeded and self._settings.client_seed == "reject":
             raise CallerFault(
                 "This gateway gives the seeds itself (client_seed: reject). Send none.",
                 code="client_seed_rejected",
