@@ -162,6 +162,16 @@ async def test_other_seed_by_the_client(tmp_path: Path, capsys: Capture, order: 
     assert "the client sent another seed" in found["first"]["detail"]
 
 
+async def test_other_client_seeds_of_single_prompts(tmp_path: Path, capsys: Capture) -> None:
+    for run, seed in (("a", 5), ("b", 9)):
+        async with recorded(tmp_path, run, engine="sglang", replicas=1) as (gate, _):
+            params = [{"seed": seed + place, "max_new_tokens": 4} for place in range(8)]
+            await gate.http.post("/sessions/s/generate", json={"text": [*"abcdefgh"], "sampling_params": params})
+    _, found = diff(capsys, tmp_path)
+    assert found["causes"] == {"other-seed": 1}
+    assert "the client sent another seed" in found["first"]["detail"]
+
+
 async def test_a_client_seed_in_one_run_alone(tmp_path: Path, capsys: Capture) -> None:
     for run in "ab":
         async with recorded(tmp_path, run) as (gate, _):
