@@ -15,7 +15,7 @@ from typing import Protocol
 from gateway.core import fields, merge, shapes
 from gateway.core.document import Document
 from gateway.core.errors import Fault, UpstreamFault
-from gateway.core.observer import NoJson, Observer, observe, scored
+from gateway.core.observer import NoAnswer, Observer, check, observe, scored
 from gateway.core.seen import Observed, weights
 from gateway.core.types import Api, Call, Handling, Headers
 from gateway.dispatcher import Dispatcher
@@ -140,8 +140,8 @@ def _nothing(sending: Sending, what: str) -> UpstreamFault:
     )
 
 
-def _unread(asking: Asking, sending: Sending, body: bytes) -> Observed | None:
-    """What a whole answer was that is no JSON: scores may come as bytes.
+def _unread(asking: Asking, sending: Sending, body: bytes, what: str) -> Observed | None:
+    """What a whole answer was that is none of its API: scores may come as bytes.
 
     Raises an `UpstreamFault` where it says nothing and its request has an index.
     """
@@ -152,7 +152,7 @@ def _unread(asking: Asking, sending: Sending, body: bytes) -> Observed | None:
     form = fields.find(sending.exchange.headers, b"content-type")
     if asking.handling.kind == "score" and form and not form.startswith((b"text/", b"application/json")):
         return scored(body)
-    raise _nothing(sending, "what is no JSON")
+    raise _nothing(sending, what)
 
 
 async def _whole(asking: Asking, sending: Sending) -> None:
@@ -162,8 +162,8 @@ async def _whole(asking: Asking, sending: Sending) -> None:
     if status < 400:
         try:
             answer.observed = observe(body, handling.api, handling.kind)
-        except NoJson:
-            answer.observed = _unread(asking, sending, body)
+        except NoAnswer as error:
+            answer.observed = _unread(asking, sending, body, str(error))
     answer.complete_at = exchange.heard
     await asking.complete()
     headers = exchange.headers
@@ -280,8 +280,10 @@ class _Merger:
             self._emit(self._merging.end(position))
         else:
             body = self._bodies[position] = exchange.body
-            if not body:
-                raise _nothing(sending, "an empty body")
+            try:
+                check(body, self.asking.api, self.asking.handling.kind)
+            except NoAnswer as error:
+                _unread(self.asking, sending, body, str(error))
         sending.end()
 
     @property

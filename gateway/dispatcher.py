@@ -62,11 +62,11 @@ class Dispatcher:
             sending.job.trace.left(sending.engine_id, status, complete=complete)
 
     def named(self, name: str) -> list[Sending]:
-        """The live sendings of a request, by the id that its client gave it or that the gateway gave it."""
+        """The live sendings of a request, or of one of its prompts, by the id that client or gateway gave it."""
         return [
             sending
             for sending in self.live.values()
-            if name in (sending.job.client_id, sending.job.request_id, sending.engine_id)
+            if name in sending.client_ids or name in (sending.job.request_id, sending.engine_id)
         ]
 
     async def join(self, job: Job, calls: Sequence[Call]) -> list[Sending]:
@@ -235,13 +235,16 @@ class Dispatcher:
 
     def _occupy(self, job: Job, call: Call, replica: Replica) -> Sending:
         replica.vitals.chosen()
+        ids_of_client = job.client_ids
+        if job.apart and len(ids_of_client) > 1:
+            ids_of_client = ids_of_client[call.prompt : call.prompt + 1]
         if not job.request_id:
             self._plain += 1
-            return Sending(self, job, replica, f"#{self._plain}")
+            return Sending(self, job, replica, f"#{self._plain}", ids_of_client)
         copy = 0
         while (engine_id := ids.engine_id(job.request_id, call.sample, copy)) in self.live:
             copy += 1
-        return Sending(self, job, replica, engine_id)
+        return Sending(self, job, replica, engine_id, ids_of_client)
 
     # --- admit
     async def _turn(self, job: Job, sending: Sending, lane: Lane) -> bool:

@@ -11,9 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-UNNAMED = "default"
-"""What SGLang tells as long as nobody has named its weights."""
-
 LOOK_SECONDS = 0.02
 """How often is looked whether it is known by now that the gate is open."""
 

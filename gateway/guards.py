@@ -6,12 +6,15 @@ ones that were drawn with different seeds come from an engine that does not use 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import structlog
 
 from gateway.core import canonical, plan
-from gateway.core.document import Document
 from gateway.core.errors import CallerFault, Conflict
 from gateway.core.seen import Observed, Sample
+from gateway.core.types import Call
 from gateway.session import Group, Session
 from gateway.sessions import Sessions
 from gateway.settings import Guards as GuardSettings
@@ -38,7 +41,7 @@ class Guards:
 
         At temperature 0 nothing is drawn, so nothing is shared. Raises `CallerFault` where guards.shared_seed refuses.
         """
-        if asked.wish.seed is None or _greedy(asked):
+        if not asked.wish.seeded or _greedy(asked.wish.calls):
             return
         first = await self._sessions.first(group, f"seed {asked.content()}", session.known.session)
         if first == session.known.session:
@@ -46,8 +49,8 @@ class Guards:
         self._telemetry.guard.add("shared_seed")
         if self._refuses:
             raise CallerFault(
-                f"Member {first} of this group has sent the same prompt with seed {asked.wish.seed}, so both would get "
-                "the same answer. Send no seed, or another for each member; guards.shared_seed: warn lets it pass.",
+                f"Member {first} of this group has sent the same prompt with the same seed, so both would get the "
+                "same answer. Send no seed, or another for each member; guards.shared_seed: warn lets it pass.",
                 code="shared_seed",
                 param="seed",
             )
@@ -71,7 +74,7 @@ class Guards:
         part of the answer already (`began`). It is then not delivered, so whoever asks again gets the same index, seed
         and answer.
         """
-        if decided.seed is None or _greedy(asked):
+        if decided.seed is None or _greedy(decided.calls):
             return
         twin = await self._twin(asked, decided, raw, observed)
         if twin is None:
@@ -91,17 +94,27 @@ class Guards:
 
     async def _twin(self, asked: Asked, decided: plan.Plan, raw: bytes, observed: Observed) -> str | None:
         """What an answer is a clone of, in words; None: of nothing."""
-        samples = observed.samples or _alone(observed)
-        longer = [sample.content for sample in samples if sample.tokens >= self._tokens]
-        if len(set(longer)) < len(longer):
+        longer = self._longer(decided.calls, observed.samples or _alone(observed))
+        if len({content for content, _ in longer}) < len(longer):
             return "another sample of the same call"
         group = asked.session.group if asked.session is not None else None
         if group is None or not longer or observed.content is None:
             return None
         what = f"answer {_prompt(asked, raw)} {observed.content}"
-        told = await self._sessions.first(group, what, f"{decided.seed} {decided.request_id}")
-        seed, _, first = told.partition(" ")
-        return first if int(seed) != decided.seed else None
+        seeds = _seeds(asked, decided)
+        told = await self._sessions.first(group, what, f"{seeds} {decided.request_id}")
+        other, _, first = told.partition(" ")
+        return first if other != seeds else None
+
+    def _longer(self, calls: Sequence[Call], samples: Sequence[Sample]) -> set[tuple[str, int]]:
+        """What was drawn, and long enough to tell: each with its seed, or its place where one call drew several."""
+        if len(calls) != len(samples):
+            return {(sample.content, place) for place, sample in enumerate(samples) if sample.tokens >= self._tokens}
+        return {
+            (sample.content, call.seed or 0)
+            for call, sample in zip(calls, samples, strict=True)
+            if sample.tokens >= self._tokens and not _is_greedy(call.document.value)
+        }
 
 
 def _alone(observed: Observed) -> tuple[Sample, ...]:
@@ -113,15 +126,24 @@ def _alone(observed: Observed) -> tuple[Sample, ...]:
 
 def _prompt(asked: Asked, raw: bytes) -> str:
     """Digest of what is asked, whatever the seed. `raw`: that of its bytes, which is enough where nothing varies."""
-    if asked.wish.seed is None:
+    if not asked.wish.seeded:
         return asked.content() if canonical.varies(asked.document) else raw.hex()
-    alike = plan.seed_edits(asked.handling, asked.wish.calls[0]._replace(seed=0, document=asked.document))
-    return canonical.content(Document(asked.document.edited(alike)), asked.route)
+    return canonical.content(plan.unseeded(asked.handling, asked.document), asked.route)
 
 
-def _greedy(asked: Asked) -> bool:
+def _seeds(asked: Asked, decided: plan.Plan) -> str:
+    """What the seeds of an answer follow from: that of sample 0, unless prompts have seeds of their own."""
+    if not asked.wish.each:
+        return str(decided.seed)
+    return canonical.raw("", b",".join([b"%d" % (call.seed or 0) for call in decided.calls])).hex()
+
+
+def _greedy(calls: Sequence[Call]) -> bool:
     """Nothing is drawn."""
-    value = asked.document.value
+    return all(_is_greedy(call.document.value) for call in calls)
+
+
+def _is_greedy(value: Mapping[str, Any]) -> bool:
     params = value.get("sampling_params")
     params = params if isinstance(params, dict) else value
     return params.get("temperature") == 0 or params.get("top_k") == 1

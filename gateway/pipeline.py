@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
@@ -251,7 +252,7 @@ class Pipeline:
             priority=_priority(asked) if asked.priority is not None or "priority" in body else 0,
             rank=_rank(asked, decided) if pool.settings.priority != "off" else None,
             salt=_salt(asked, request_id) if pool.isolates else (),
-            client_id=_client_id(body),
+            client_ids=_client_ids(body),
             flags=self._statement.reasons(work, asked),
             follows=by_session and not pool.stable,
             entered=lambda job: self._versions.entered(asked, job),
@@ -331,7 +332,8 @@ def _salt(asked: Asked, request_id: str) -> tuple[bytes, ...]:
     return (b"request", request_id.encode(), b"%d" % time.time_ns())
 
 
-def _client_id(body: dict[str, Any]) -> str | None:
-    """The id that the client gave in the body, by which it may abort."""
+def _client_ids(body: dict[str, Any]) -> Sequence[str]:
+    """The ids that the client gave in the body, by which it may abort: one, or one for each prompt."""
     given = body.get("rid") or body.get("request_id")
-    return given if isinstance(given, str) else None
+    given = given if isinstance(given, list) else [given]
+    return given if all(isinstance(each, str) for each in given) else ()

@@ -39,9 +39,9 @@ class Reader:
             pool, handling = self._fleet.find(
                 route, model if type(model) is str else None, None if wanted is None else wanted.decode("latin-1")
             )
-        except Fault:
+        except Fault as fault:
             _check_method(request.method, route, self._fleet.methods(route))
-            raise
+            raise self._explained(fault, request) from None
         if request.method not in handling.methods:
             _check_method(request.method, route, handling.methods)
         wish = plan.Wish()
@@ -52,8 +52,9 @@ class Reader:
             wish = self._wish(pool, handling, document)
             pool.engine.check(route, document, pool.facts, wish.samples)
         asked = Asked(request, caller, route, pool, handling, document, wish, caller.run or self._run, session)
-        if pool.settings.priority == "header" and (given := request.fields.get(b"x-detgate-priority")) is not None:
-            asked.priority = identity.integer(given, "X-Detgate-Priority", priority.LARGEST)
+        if (given := request.fields.get(b"x-detgate-priority")) is not None:
+            number = identity.integer(given, "X-Detgate-Priority", priority.LARGEST)
+            asked.priority = number if pool.settings.priority == "header" else None
         if (named := request.fields.get(b"x-detgate-resume")) is not None and handling.kind == "sample":
             self._resumes(asked, named)
         return asked
@@ -90,6 +91,15 @@ class Reader:
                 told = f"The body is encoded (Content-Encoding: {coding.decode('latin-1'):.40}). Send it as it is."
                 raise Encoded(told) from None
             raise CallerFault(str(error), code="invalid_json") from None
+
+    def _explained(self, fault: Fault, request: Request) -> Fault:
+        """The same; where the body names no model because it was not read, that is said too."""
+        if self._off and isinstance(fault, CallerFault) and fault.code == "ambiguous_pool" and request.body:
+            try:
+                Document(request.body)
+            except Malformed as error:
+                return CallerFault(f"{fault.message} {error}", code="ambiguous_pool", param="model")
+        return fault
 
     def _admissible(
         self, request: Request, caller: identity.Caller, pool: Pool, handling: Handling, route: str
@@ -144,7 +154,7 @@ class Reader:
         except DuplicateField as error:
             raise CallerFault(str(error), code="duplicate_field", param=error.field) from None
         wish = plan.read_wish(handling, document, split=pool.role == "reward")
-        if wish.seed is not None and self._settings.client_seed == "reject":
+        if wish.seeded and self._settings.client_seed == "reject":
             raise CallerFault(
                 "This gateway gives the seeds itself (client_seed: reject). Send none.",
                 code="client_seed_rejected",

@@ -13,8 +13,7 @@ from gateway.answers import answered
 from gateway.bodies import kept
 from gateway.core import plan
 from gateway.core.errors import StoreFault, UpstreamFault
-from gateway.core.seen import Observed
-from gateway.gates import UNNAMED
+from gateway.core.seen import UNNAMED, Observed
 from gateway.runs import Run
 from gateway.sending import Job
 from gateway.session import Interaction
@@ -239,7 +238,7 @@ def _weights(observed: Observed | None, job: Job | None) -> str | None:
     """Which weights answered: as the engine told, else as they were named."""
     told = observed.weight_version if observed is not None else None
     named = job.passage.weights if job is not None else None
-    return told if told not in (None, UNNAMED) else named or told
+    return told if told not in (None, UNNAMED) else named
 
 
 def _outcome(work: Work) -> str:

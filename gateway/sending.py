@@ -6,7 +6,7 @@ gives all of it back exactly once, when the replica's answer has ended or the ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -48,8 +48,8 @@ class Job:
     """Where it stands among those who wait in the engine, if that is told so; lower goes first."""
     salt: tuple[bytes, ...] = ()
     """What the salt of the engine's prefix cache is made of; nothing: it gets none."""
-    client_id: str | None = None
-    """The id that the client gave the request in its body: an abort may name it."""
+    client_ids: Sequence[str] = ()
+    """The ids that the client gave in its body: one for the request, or one for each prompt. An abort may name them."""
     flags: list[str] = field(default_factory=list)
     """Reasons for X-Detgate-Guarantee that came up on the way."""
     follows: bool = False
@@ -92,11 +92,12 @@ class Home(Protocol):
 class Sending:
     """One attempt of one call, from routing to the upstream's last byte."""
 
-    __slots__ = ("_home", "computes", "engine_id", "job", "lane", "place", "replica", "sent", "unwanted")
+    __slots__ = ("_home", "client_ids", "computes", "engine_id", "job", "lane", "place", "replica", "sent", "unwanted")
 
-    def __init__(self, home: Home, job: Job, replica: Replica, engine_id: str) -> None:
+    def __init__(self, home: Home, job: Job, replica: Replica, engine_id: str, client_ids: Sequence[str]) -> None:
         self._home: Home | None = home
         self.job = job
+        self.client_ids = client_ids
         self.computes = job.handling.computes
         self.replica = replica
         self.engine_id = engine_id

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from gateway.core.errors import Busy, Conflict
-from gateway.core.seen import Observed
-from gateway.gates import UNNAMED
+from gateway.core.seen import UNNAMED, Observed
 from gateway.sending import Job
 from gateway.session import Session
 from gateway.sessions import Sessions

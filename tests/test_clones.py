@@ -159,6 +159,40 @@ async def test_samples_that_were_drawn_in_calls_of_their_own_are_compared_too() 
         assert len(worker.seen) == 2
 
 
+async def native(seen: Seen, reply: Reply) -> None:
+    """SGLang's /generate, which says what its text makes it, whatever the seed."""
+    meta = {"id": "x", "prompt_tokens": 1, "completion_tokens": 6, "finish_reason": {"type": "stop"}}
+    reply.json({"text": f"{seen.json['text']} b c", "meta_info": meta})
+
+
+@pytest.mark.parametrize(
+    ("params", "clones"),
+    [
+        ([{"seed": 3}, {"seed": 3}], False),
+        ([{"seed": 3}, {"seed": 4}], True),
+        ([{"seed": 3}, {}], True),
+        ([{"temperature": 0}, {"temperature": 0}], False),
+        ([{"temperature": 0}, {}], False),
+    ],
+)
+async def test_equal_answers_to_prompts_with_parameters_of_their_own(params: list[Any], clones: bool) -> None:
+    async with FakeWorker(native) as worker:
+        async with gateway(pool("policy", worker.url, engine="sglang"), guards={"clones": "refuse"}) as gate:
+            told = await gate.http.post("/generate", json={"text": ["a", "a"], "sampling_params": params})
+            assert told.status_code == (409 if clones else 200)
+            assert seen_clones(gate) == clones
+
+
+@pytest.mark.parametrize(("other", "clones"), [({"seed": 3}, False), ({"seed": 4}, True)])
+async def test_equal_answers_of_members_to_prompts_with_seeds_of_their_own(other: Any, clones: bool) -> None:
+    async with FakeWorker(native) as worker, gateway(pool("policy", worker.url, engine="sglang")) as gate:
+        told = await create(gate, "17", group_size=2)
+        for key, own in zip(keys(told), ({"seed": 3}, other), strict=True):
+            body = {"text": ["a", "b"], "sampling_params": [{"seed": 2}, own]}
+            await gate.http.post("/generate", json=body, headers=bearer(key))
+        assert seen_clones(gate) == clones
+
+
 @pytest.mark.parametrize("usage", [True, False])
 async def test_a_stream_that_has_begun_goes_on_and_the_ledger_says_so(usage: bool) -> None:
     go = asyncio.Event()

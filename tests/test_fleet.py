@@ -125,6 +125,16 @@ async def test_a_pool_may_be_named_in_a_header() -> None:
             assert answer.headers["x-detgate-replica"] == "b-0"
 
 
+@pytest.mark.parametrize(("body", "why"), [(b"{no", "not JSON"), (b"[]", "must be a JSON object"), (b"{}", None)])
+async def test_a_plain_proxy_says_why_a_body_names_no_model(body: bytes, why: str | None) -> None:
+    async with FakeWorker() as first, FakeWorker() as second:
+        async with gateway(pool("a", first.url), pool("b", second.url), profile="off") as gate:
+            refused = await gate.http.post(CHAT, content=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "ambiguous_pool")
+            assert ("The body" in refused.json()["error"]["message"]) is (why is not None)
+            assert (why or "X-Detgate-Pool") in refused.json()["error"]["message"]
+
+
 async def test_a_replica_that_goes_takes_along_the_models_that_it_alone_served() -> None:
     def telling(*models: str) -> FakeWorker:
         async def probes(seen: Seen, reply: Reply) -> None:

@@ -77,6 +77,14 @@ async def test_off_tells_nothing() -> None:
         assert "priority" not in worker.seen[0].json
 
 
+@pytest.mark.parametrize("told", ["off", "index", "header"])
+async def test_what_is_no_number_is_refused_whoever_would_read_it(told: str) -> None:
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url, priority=told)) as gate:
+        refused = await gate.http.post(CHAT, json=chat(), headers={"x-detgate-priority": "abc"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_header")
+        assert worker.seen == []
+
+
 async def test_by_header_the_lower_goes_first_and_the_seed_is_the_same() -> None:
     async with (
         FakeWorker(probes=telling(True)) as worker,

@@ -207,10 +207,11 @@ async def test_who_waits_in_a_lane_goes_elsewhere_when_its_replica_is_drained(ch
     go = asyncio.Event()
 
     async def script(seen: Seen, reply: Reply) -> None:
-        await go.wait()
+        if seen in first.seen:
+            await go.wait()
         reply.json({"data": [{"index": 0, "probs": [1.0]}]})
 
-    async with FakeWorker(script) as first, FakeWorker() as second:
+    async with FakeWorker(script) as first, FakeWorker(script) as second:
         pools = pool("policy", *[first.url, second.url][:left], role="reward")
         async with gateway(pools, health=UNWATCHED) as gate:
             lanes = gate.gateway.fleet.pools["policy"].lanes

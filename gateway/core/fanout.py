@@ -136,19 +136,14 @@ def shares_out(handling: Handling, field: str) -> bool:
     return field in _COMPANIONS.get(handling.merge or "", ())
 
 
-def sent_seeds(handling: Handling, document: Document) -> list[bytes | None]:
-    """The client's own seeds where sampling params come as a list, one for each prompt; else [].
+def listed_params(handling: Handling, document: Document) -> list[Document]:
+    """The sampling params that hold the seed, where they come as a list, one for each prompt; else [].
 
-    Each is the literal as it stands in the body, None where that prompt has none.
+    Raises `CallerFault` where one of them is no object.
     """
-    if handling.seed is None or not _listed_params(handling, document):
+    if not _listed_params(handling, document):
         return []
-    paths = [path[1:] for path in (handling.seed, *handling.strays) if path[0] == "sampling_params"]
-    found = []
-    for literal in document.elements(("sampling_params",)) or ():
-        params = _object(literal, "sampling_params")
-        found.append(next((seed for path in paths if (seed := params.literal(path)) is not None), None))
-    return found
+    return [_object(literal, "sampling_params") for literal in document.elements(("sampling_params",)) or ()]
 
 
 def _whole(document: Document, seeds: Sequence[int]) -> Call:

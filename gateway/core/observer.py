@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from math import isfinite
 from typing import Any
@@ -75,12 +76,10 @@ class Observer(Seen):
             for chunk in unread:
                 self._data(chunk[6:-2])
 
-    def whole(self, body: bytes, value: Any) -> Observed:
+    def whole(self, value: Any) -> Observed:
         """Read an answer that came in one piece. `value`: what its JSON holds."""
         self.done = True
         try:
-            if value is None and self.kind == "score":
-                return scored(body)
             if self.kind == "score":
                 scores.answer(self, value)
             else:
@@ -138,20 +137,29 @@ class Observer(Seen):
             responses.event(self, event)
 
 
-class NoJson(ValueError):
-    """A whole answer says nothing."""
+class NoAnswer(ValueError):
+    """What came whole is no answer of its API; the text says what it is."""
 
 
 def observe(body: bytes, api: Api, kind: Kind) -> Observed:
-    """What a whole answer with status 200 was. Raises `NoJson` where it draws or scores and is none."""
+    """What a whole answer with status 200 was. Raises `NoAnswer` where it draws or scores and is none."""
     if kind != "sample" and kind != "score":
         return _UNREAD
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return _observe_repaired(body, api, kind)
-    seen = _plain(value) if kind == "sample" else None
-    return Observer(api, kind).whole(body, value) if seen is None else seen
+    value, repaired = _read(body)
+    seen = _plain(value) if kind == "sample" and not repaired else None
+    if seen is not None:
+        return seen
+    _check(value, api, kind)
+    if repaired and kind == "score":
+        return scored(body)
+    observer = Observer(api, kind)
+    observer.blind = repaired
+    return observer.whole(value)
+
+
+def check(body: bytes, api: Api, kind: Kind) -> None:
+    """Raise `NoAnswer` where `observe` does, of an answer that draws or scores."""
+    _check(_read(body)[0], api, kind)
 
 
 def scored(body: bytes) -> Observed:
@@ -159,15 +167,45 @@ def scored(body: bytes) -> Observed:
     return Observed(done=True, ended=True, content=blake2b(body, digest_size=16).hexdigest())
 
 
-def _observe_repaired(body: bytes, api: Api, kind: Kind) -> Observed:
+def _read(body: bytes) -> tuple[Any, bool]:
+    """What the JSON of a whole answer holds, and whether it had to be repaired. Raises `NoAnswer` where it is none."""
+    try:
+        return orjson.loads(body), False
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        raise NoAnswer("what is no JSON") from None
     value = _repaired(body)
     if value is None:
-        raise NoJson
-    if kind == "score":
-        return scored(body)
-    observer = Observer(api, kind)
-    observer.blind = True
-    return observer.whole(body, value)
+        raise NoAnswer("what is no JSON")
+    return value, True
+
+
+_HELD: Mapping[Api, frozenset[str]] = {
+    "openai": frozenset({"choices", "error"}),
+    "anthropic": frozenset({"content", "error"}),
+    "responses": frozenset({"output", "error"}),
+    "native": frozenset({"choices", "meta_info", "error"}),
+}
+"""What a sampled answer has at least one of, by API: an error is an answer too, which `Observed.error` tells."""
+
+_HELD_BY_SCORES = frozenset({"data", "embedding", "results", "score", "scores", "error"})
+
+
+def _check(value: Any, api: Api, kind: Kind) -> None:
+    """Raise `NoAnswer` unless it is an object of the API, or a list of them where it may be."""
+    held = _HELD[api] if kind == "sample" else _HELD_BY_SCORES
+    listed = isinstance(value, list) and (kind == "score" or api == "native")
+    answers = value if listed else [value]
+    if not answers or not all(isinstance(each, dict) and not held.isdisjoint(_told(each)) for each in answers):
+        raise NoAnswer("JSON of another shape")
+
+
+def _told(answer: Mapping[str, Any]) -> Iterator[str]:
+    """The members that say something."""
+    return (name for name, value in answer.items() if value is not None)
 
 
 def _repaired(data: bytes) -> Any:

@@ -5,11 +5,11 @@ No clock, no load and no socket enters here, so a recorded request can be planne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from gateway.core import fanout, ids, seeds
-from gateway.core.document import Document, Edit, Remove, Set
+from gateway.core.document import Document, DuplicateField, Edit, Remove, Set
 from gateway.core.errors import CallerFault
 from gateway.core.resume import Origin
 from gateway.core.types import Call, Handling, Path
@@ -29,9 +29,14 @@ class Wish(NamedTuple):
     seed: int | None = None
     samples: int = 1
     each: tuple[int | None, ...] = ()
-    """Seeds of single prompts, where the sampling params come as a list with one for each."""
+    """Seeds of single prompts, where the sampling params come as a list with one for each and any has one."""
     calls: tuple[Call, ...] = ()
     """The calls that the request becomes, without seeds yet."""
+
+    @property
+    def seeded(self) -> bool:
+        """The client has sent a seed."""
+        return self.seed is not None or bool(self.each)
 
 
 class Plan(NamedTuple):
@@ -40,6 +45,7 @@ class Plan(NamedTuple):
     identity: str
     index: int  # type: ignore[assignment]  # tuple has a method of this name
     seed: int | None
+    """That of sample 0."""
     seed_source: SeedSource
     request_id: str
     calls: tuple[Call, ...]
@@ -56,20 +62,14 @@ def read_wish(handling: Handling, document: Document, *, split: bool = False) ->
     if handling.kind != "sample":
         return Wish(calls=tuple(fanout.calls(handling, document, (), split_inputs=split)))
     samples = fanout.samples(handling, document)
-    each = tuple(_parse(literal, handling.seed or ()) for literal in fanout.sent_seeds(handling, document))
-    seed: int | None = None
-    where: Path = ()
-    for path in _seed_paths(handling, document):
-        given = _parse(document.literal(path), path)
-        if given is None:
-            continue
-        if seed is not None and given != seed:
-            raise _refused(path, f"{'.'.join(where)} and {'.'.join(path)} hold different seeds. Send one.")
-        seed, where = given, path
+    seed, where = _sent(document, _seed_paths(handling))
+    each = _sent_each(handling, document)
+    if seed is not None and any(given not in (None, seed) for given in each):
+        raise _refused(where, f"{'.'.join(where)} and sampling_params hold different seeds. Send one.")
     if seed is not None and seed + samples - 1 > seeds.LARGEST_CLIENT:
         raise _refused(where, f"{'.'.join(where)}: seed + n - 1 must not be above {seeds.LARGEST_CLIENT}.")
     calls = tuple(fanout.calls(handling, document, ()))
-    return Wish(seed, samples, each if any(given is not None for given in each) else (), calls)
+    return Wish(seed, samples, each, calls)
 
 
 def make(
@@ -92,23 +92,27 @@ def make(
     """
     seed: int | None = None
     source: SeedSource = "none"
+    calls = wish.calls
     if handling.kind == "sample" and handling.seed is not None:
-        if wish.seed is not None and not mix:
-            seed, source = wish.seed, "client"
-        else:
-            whose, place = (identity, index) if origin is None else (origin.identity, origin.index)
-            seed = scheme.seed(master if wish.seed is None else wish.seed, whose, place, member)
-            source = "derived"
+        whose, place = (identity, index) if origin is None else (origin.identity, origin.index)
+
+        def own(given: int | None) -> int:
+            if given is not None and not mix:
+                return given
+            return scheme.seed(master if given is None else given, whose, place, member)
+
+        seed = own(wish.seed)
+        first = wish.seed if not wish.each or wish.each[0] is None else wish.each[0]
+        source = "derived" if first is None or mix else "client"
         if origin is not None:
             seed = seeds.segment(seed, origin.sample, index + 1, positional=positional)
             source = source if positional else "derived"
-    calls = wish.calls
-    if seed is not None:
         if len(calls) == 1 and not wish.each:
             sample, prompt, _, document, edits = calls[0]
             calls = (Call(sample, prompt, seed, document, edits),)
         else:
-            drawn = _each_seed(wish, seed)
+            drawn = _drawn(wish, seed, own, mix=mix)
+            seed = drawn[0]
             calls = tuple([call._replace(seed=drawn[call.sample]) for call in calls])
     return Plan(identity, index, seed, source, ids.request_id(identity, index, ordinal), calls)
 
@@ -126,21 +130,69 @@ def seed_edits(handling: Handling, call: Call) -> list[Edit]:
     return edits
 
 
-def _each_seed(wish: Wish, seed: int) -> Sequence[int]:
-    if wish.samples == 1 and not wish.each:
-        return (seed,)
+def unseeded(handling: Handling, document: Document) -> Document:
+    """The request without the seeds that its client has sent."""
+    edits: list[Edit] = [Remove(path) for path in _seed_paths(handling) if _present(document.value, path)]
+    if listed := fanout.listed_params(handling, document):
+        names = _listed_paths(handling)
+        bare = [params.edited([Remove(path) for path in names]) for params in listed]
+        edits.append(Set(("sampling_params",), b"[" + b",".join(bare) + b"]"))
+    return Document(document.edited(edits))
+
+
+def _drawn(wish: Wish, seed: int, own: Callable[[int], int], *, mix: bool) -> Sequence[int]:
+    """The seed of each sample. `seed`: of the call; `own`: what it would be if the client had sent this one."""
+    if not wish.each:
+        return seeds.samples(seed, wish.samples)
+    n = wish.samples // len(wish.each)
+    if mix:
+        bases = [seed if given is None else own(given) for given in wish.each]
+        return seeds.apart([base for base in bases for _ in range(n)])
     drawn = seeds.samples(seed, wish.samples)
-    n = wish.samples // len(wish.each) if wish.each else 0
     for prompt, given in enumerate(wish.each):
         if given is not None:
             drawn[prompt * n : prompt * n + n] = seeds.samples(given, n)
     return drawn
 
 
-def _seed_paths(handling: Handling, document: Document) -> list[Path]:
-    value = document.value
-    paths = (handling.seed, *handling.strays) if handling.seed else handling.strays
-    return [path for path in paths if path[0] in value and _present(value, path)]
+def _sent(document: Document, paths: Iterable[Path], within: Path = ()) -> tuple[int | None, Path]:
+    """The seed in these fields, and where it stands."""
+    seed: int | None = None
+    where: Path = ()
+    for path in paths:
+        if not _present(document.value, path):
+            continue
+        place = (*within, *path)
+        given = _parse(document.literal(path), place)
+        if given is None:
+            continue
+        if seed is not None and given != seed:
+            raise _refused(place, f"{'.'.join(where)} and {'.'.join(place)} hold different seeds. Send one.")
+        seed, where = given, place
+    return seed, where
+
+
+def _sent_each(handling: Handling, document: Document) -> tuple[int | None, ...]:
+    """The seed of each prompt, where the sampling params come as a list and any of them has one."""
+    paths = _listed_paths(handling)
+    found = []
+    for params in fanout.listed_params(handling, document):
+        try:
+            params.check_unique([name for (name,) in paths])
+        except DuplicateField as error:
+            field = f"sampling_params.{error.field}"
+            raise CallerFault(str(DuplicateField(field)), code="duplicate_field", param=field) from None
+        found.append(_sent(params, paths, ("sampling_params",))[0])
+    return tuple(found) if any(given is not None for given in found) else ()
+
+
+def _seed_paths(handling: Handling) -> tuple[Path, ...]:
+    return (handling.seed, *handling.strays) if handling.seed else handling.strays
+
+
+def _listed_paths(handling: Handling) -> list[Path]:
+    """Where a seed may stand in one of several sampling params."""
+    return [path[1:] for path in _seed_paths(handling) if path[0] == "sampling_params"]
 
 
 def _check_params(handling: Handling, value: dict[str, Any]) -> None:

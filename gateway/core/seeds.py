@@ -6,6 +6,7 @@ What is fixed here is fixed for good: a seed that changes makes every earlier ru
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from hashlib import blake2b
 
 LARGEST = 2**31 - 1
@@ -48,13 +49,17 @@ def samples(seed: int, n: int) -> list[int]:
     from 0 on that gives a seed which no earlier sample has modulo 2³² (engines use 32 bits of a longer one).
     So the seeds of a smaller n are the first of a larger one.
     """
-    own = b"%d" % seed
-    found = [seed]
-    taken = {seed % 2**32}
-    for sample in range(1, n):
-        place = b"%d" % sample
+    return apart([seed] * n)
+
+
+def apart(own: Sequence[int]) -> list[int]:
+    """Seeds of a call's samples, no two equal: sample j has what it would have if `own[j]` were the call's seed."""
+    found = [own[0]]
+    taken = {own[0] % 2**32}
+    for sample in range(1, len(own)):
+        seed, place = b"%d" % own[sample], b"%d" % sample
         tries = 0
-        while (derived := derive(b"detgate-sample-v1", own, place, b"%d" % tries)) in taken:
+        while (derived := derive(b"detgate-sample-v1", seed, place, b"%d" % tries)) in taken:
             tries += 1
         taken.add(derived)
         found.append(derived)

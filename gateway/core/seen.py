@@ -22,6 +22,9 @@ from gateway.core.types import Api, Kind
 _WEIGHTS = re.compile(rb'(?<!\\)"weight_version"\s*:\s*"([^"\\]+)"')
 """A field of that name; within a text its quotes are escaped."""
 
+UNNAMED = "default"
+"""What SGLang tells as long as nobody has named its weights: nothing."""
+
 _SAID_NOT = frozenset({"role", "tool_calls", "function_call"})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from types import TracebackType
 from typing import Any, Self
 
@@ -71,7 +72,7 @@ class Bodies:
         mine, theirs = asked(self._a.at(a.opened)), asked(self._b.at(b.opened))
         if mine is None or theirs is None:
             return None
-        return all(spot.path in prompts.SEEDS for spot in prompts.spots(mine, theirs, len(prompts.SEEDS) + 1))
+        return all(prompts.SEED.fullmatch(spot.path) for spot in prompts.spots(mine, theirs, sys.maxsize))
 
     def answers(self, a: Request, b: Request) -> list[prompts.Spot]:
         """Where the answers of two requests first differ; nothing where they were not kept."""

@@ -134,7 +134,7 @@ def differing(a: Request, b: Request) -> list[Cause]:
     sent = _sent_otherwise(a, b)
     if sent == "other-replica":
         found.append(sent)
-    if a.replica == b.replica and (a.engine, a.weight_version) != (b.engine, b.weight_version):
+    if a.replica == b.replica and (a.engine != b.engine or _other_weights(a, b)):
         found.append("other-engine")
     if sent == "other-retries":
         found.append(sent)
@@ -160,6 +160,11 @@ def _sent_otherwise(a: Request, b: Request) -> Literal["other-replica", "other-r
         if mine.ended != theirs.ended and _GIVEN_UP.isdisjoint((mine.ended, theirs.ended)):
             return "other-retries"
     return "other-retries" if len(a.attempts) != len(b.attempts) or a.claims != b.claims else None
+
+
+def _other_weights(a: Request, b: Request) -> bool:
+    """Whether both tell of their weights, and these differ."""
+    return None not in (a.weight_version, b.weight_version) and a.weight_version != b.weight_version
 
 
 # --- in words
@@ -231,7 +236,7 @@ def _loads(loads: Mapping[str, int]) -> str:
 
 def _engine(a: Request, b: Request, runs: tuple[Run, Run]) -> str:
     told = []
-    if a.weight_version != b.weight_version:
+    if _other_weights(a, b):
         told.append(f"weights {a.weight_version} in A, {b.weight_version} in B")
     if a.engine != b.engine:
         told.append(f"engine fingerprint {a.engine} in A, {b.engine} in B")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,8 +15,8 @@ from gateway.core.sse import Splitter, payload
 SHOWN = 60
 """Characters of a value that are shown."""
 
-SEEDS = frozenset({"seed", "sampling_seed", "sampling_params.seed", "sampling_params.sampling_seed"})
-"""Where a client's seed may stand."""
+SEED = re.compile(r"(sampling_params(\[\d+\])?\.)?(sampling_)?seed")
+"""Paths at which a client's seed may stand."""
 
 _ABSENT = object()
 _IDS = frozenset({"id", "call_id", "tool_call_id", "tool_use_id"})

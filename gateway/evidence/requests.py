@@ -20,6 +20,7 @@ import orjson
 from gateway.core.identity import ANONYMOUS
 from gateway.core.ordering import Rank, canonical
 from gateway.core.resume import Origin
+from gateway.core.seen import UNNAMED
 from gateway.evidence.ledgers import Lines, Place, Source, Unusable
 from gateway.evidence.sorting import Sorter
 
@@ -243,7 +244,7 @@ def item(
             told("seed"),
             _attempts(closed),
             ended("engine"),
-            ended("weight_version"),
+            None if ended("weight_version") == UNNAMED else ended("weight_version"),
             ended("outcome"),
             ended("status"),
             ended("finish_reasons"),

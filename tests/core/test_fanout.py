@@ -247,13 +247,14 @@ def test_too_many_prompts_are_refused() -> None:
         fanout.calls(VLLM["/classify"], inputs, (), split_inputs=True, limit=100)
 
 
-def test_seeds_that_came_with_the_params_of_each_prompt() -> None:
+def test_the_params_of_each_prompt() -> None:
     body = b'{"text":["a","b","c"],"sampling_params":[{"sampling_seed":9007199254740993},{"seed":"x"},{}]}'
-    assert fanout.sent_seeds(SGLANG[GENERATE], Document(body)) == [b"9007199254740993", b'"x"', None]
-    assert fanout.sent_seeds(SGLANG[GENERATE], Document(b'{"text":"a","sampling_params":{"seed":1}}')) == []
-    assert fanout.sent_seeds(SGLANG[CHAT], Document(b'{"seed":1}')) == []
+    listed = fanout.listed_params(SGLANG[GENERATE], Document(body))
+    assert [params.raw for params in listed] == [b'{"sampling_seed":9007199254740993}', b'{"seed":"x"}', b"{}"]
+    assert fanout.listed_params(SGLANG[GENERATE], Document(b'{"text":"a","sampling_params":{"seed":1}}')) == []
+    assert fanout.listed_params(SGLANG[CHAT], Document(b'{"seed":1}')) == []
     with pytest.raises(CallerFault, match="must hold objects"):
-        fanout.sent_seeds(SGLANG[GENERATE], Document(b'{"text":["a"],"sampling_params":[7]}'))
+        fanout.listed_params(SGLANG[GENERATE], Document(b'{"text":["a"],"sampling_params":[7]}'))
 
 
 SCORING = [

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway import engines, schemes
-from gateway.core import plan
+from gateway.core import plan, seeds
 from gateway.core.document import Document
 from gateway.core.errors import CallerFault
 from gateway.core.types import Handling
@@ -113,6 +113,73 @@ def test_prompts_of_a_list_get_a_seed_each_and_their_own_bytes() -> None:
     raw = [call.document.edited([*call.edits, *plan.seed_edits(COMPLETIONS, call)]) for call in calls]
     assert [b'"\\u0061"' in each for each in raw] == [False, False, True, True]
     assert len({json.loads(each)["seed"] for each in raw}) == 4
+
+
+def listed(*params: dict[str, Any], **fields: Any) -> Document:
+    return document(text=[chr(97 + place) for place in range(len(params))], sampling_params=list(params), **fields)
+
+
+def drawn(body: Document, **how: Any) -> list[int]:
+    return [each["sampling_params"]["sampling_seed"] for each in sent(GENERATE, body, **how)]
+
+
+@pytest.mark.parametrize("name", ["sampling_seed", "seed"])
+def test_a_prompts_own_seed_is_kept_and_that_of_sample_0_is_told(name: str) -> None:
+    derived = V1.seed(42, "17:3", 5, None)
+    first, second = listed({name: 3}, {}), listed({}, {name: 4})
+    decided = made(GENERATE, first)
+    assert (decided.seed, decided.seed_source) == (3, "client")
+    assert drawn(first) == [3, seeds.samples(derived, 2)[1]]
+    decided = made(GENERATE, second)
+    assert (decided.seed, decided.seed_source) == (derived, "derived")
+    assert drawn(second) == [derived, 4]
+    assert drawn(listed({name: 3, "n": 2}, {name: 3, "n": 2})) == seeds.samples(3, 2) * 2
+
+
+def test_a_prompts_own_seed_takes_the_master_seeds_place_where_it_is_mixed() -> None:
+    body = listed({"seed": 3, "n": 2}, {"n": 2}, {"seed": 3, "n": 2})
+    mixed, derived = (seeds.samples(V1.seed(master, "17:3", 5, None), 6) for master in (3, 42))
+    assert drawn(body, mix=True) == [*mixed[:2], *derived[2:4], *mixed[4:]]
+    decided = made(GENERATE, body, mix=True)
+    assert (decided.seed, decided.seed_source) == (mixed[0], "derived")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (listed({"seed": 3}, {}, seed=5), "seed"),
+        (listed({}, {"sampling_seed": 3}, sampling_seed=5), "sampling_seed"),
+        (listed({"seed": 3, "sampling_seed": 4}, {}), "sampling_params.seed"),
+        (listed({}, {"seed": -1}), "sampling_params.seed"),
+    ],
+)
+def test_seeds_of_prompts_that_contradict_or_are_none_are_refused(body: Document, param: str) -> None:
+    with pytest.raises(CallerFault) as caught:
+        plan.read_wish(GENERATE, body)
+    assert (caught.value.code, caught.value.param) == ("invalid_seed", param)
+
+
+def test_a_seed_that_stands_twice_in_the_params_of_a_prompt_is_refused() -> None:
+    body = Document(b'{"text": ["a", "b"], "sampling_params": [{}, {"seed": 1, "\\u0073eed": 2}]}')
+    with pytest.raises(CallerFault) as caught:
+        plan.read_wish(GENERATE, body)
+    assert (caught.value.code, caught.value.param) == ("duplicate_field", "sampling_params.seed")
+
+
+def test_a_seed_for_all_goes_to_the_prompts_that_have_none() -> None:
+    assert drawn(listed({"seed": 5}, {}, seed=5)) == drawn(listed({}, {}, seed=5)) == seeds.samples(5, 2)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        listed({"seed": 3, "top_p": 0.5}, {"sampling_seed": 4}, seed=3),
+        listed({"top_p": 0.5}, {"sampling_seed": 4}),
+        listed({"top_p": 0.5}, {}),
+    ],
+)
+def test_what_is_asked_apart_from_its_seeds(body: Document) -> None:
+    assert plan.unseeded(GENERATE, body).value == listed({"top_p": 0.5}, {}).value
 
 
 def test_a_route_without_a_seed_gets_none_and_says_so() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from gateway.cli import main
 from gateway.core import routing
+from tests.evidence.ledger import request, write
 from tests.evidence.runs import ask, converse, diff, recorded
 from tests.harness import MODEL, Gate, chat
 
@@ -162,6 +163,16 @@ async def test_other_seed_by_the_client(tmp_path: Path, capsys: Capture, order: 
     assert "the client sent another seed" in found["first"]["detail"]
 
 
+async def test_other_client_seeds_of_single_prompts(tmp_path: Path, capsys: Capture) -> None:
+    for run, seed in (("a", 5), ("b", 9)):
+        async with recorded(tmp_path, run, engine="sglang", replicas=1) as (gate, _):
+            params = [{"seed": seed + place, "max_new_tokens": 4} for place in range(8)]
+            await gate.http.post("/sessions/s/generate", json={"text": [*"abcdefgh"], "sampling_params": params})
+    _, found = diff(capsys, tmp_path)
+    assert found["causes"] == {"other-seed": 1}
+    assert "the client sent another seed" in found["first"]["detail"]
+
+
 async def test_a_client_seed_in_one_run_alone(tmp_path: Path, capsys: Capture) -> None:
     for run in "ab":
         async with recorded(tmp_path, run) as (gate, _):
@@ -217,6 +228,24 @@ async def test_other_weight_version(tmp_path: Path, capsys: Capture) -> None:
     _, found = diff(capsys, tmp_path)
     assert found["causes"] == {"other-engine": 1}
     assert "weights step-1 in A, step-2 in B" in found["first"]["detail"]
+
+
+@pytest.mark.parametrize("version", ["default", "step-1"])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_stream_that_does_not_tell_of_its_weights_is_no_difference(
+    tmp_path: Path, capsys: Capture, version: str, n: int
+) -> None:
+    for run, stream in (("a", False), ("b", True)):
+        async with recorded(tmp_path, run, engine="sglang", replicas=1, sim={"weight_version": version}) as (gate, _):
+            await ask(gate, "s", "hi", stream=stream, n=n)
+    status, found = diff(capsys, tmp_path)
+    assert (status, found["equal"], found["compared"]) == (0, True, 1)
+
+
+def test_the_name_of_weights_that_nobody_named_is_none(tmp_path: Path, capsys: Capture) -> None:
+    for run, version in (("a", "default"), ("b", "step-1")):
+        write(tmp_path / run, request("s", 0, weight_version=version))
+    assert diff(capsys, tmp_path)[0] == 0
 
 
 async def test_other_engine_fingerprint(tmp_path: Path, capsys: Capture) -> None:

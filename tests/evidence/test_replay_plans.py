@@ -261,3 +261,14 @@ def test_a_session_that_another_gateway_created_has_its_master_seed(tmp_path: Pa
 def test_a_folder_without_records_is_unusable(tmp_path: Path, capsys: Capture) -> None:
     assert main(["replay", "plans", str(tmp_path)]) == 2
     assert "no *.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("policy", ["keep", "mix"])
+async def test_seeds_of_single_prompts_come_out_the_same(tmp_path: Path, capsys: Capture, policy: str) -> None:
+    params = [{"seed": 3, "n": 2}, {"n": 2}]
+    async with recorded(tmp_path, "a", engine="sglang", client_seed=policy) as (gate, _):
+        for listed in (params, params[::-1]):
+            told = await gate.http.post("/sessions/s/generate", json={"text": ["x", "y"], "sampling_params": listed})
+            assert told.status_code == 200
+    status, found = replay(capsys, tmp_path / "a")
+    assert (status, found["checked"]["seed"], found["differences"]) == (0, 2, [])

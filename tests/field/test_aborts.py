@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import DONE, FakeWorker, Reply, Seen, chat, completion, delta, gateway, pool
+from tests.harness import DONE, MODEL, FakeWorker, Reply, Seen, chat, completion, delta, gateway, pool
 from tests.sim.serving import serving
 
 CHAT = "/v1/chat/completions"
@@ -82,6 +82,47 @@ async def test_an_abort_ends_no_request_whose_id_begins_with_the_same() -> None:
         assert second.status_code == 200
         assert second.json()["choices"][0]["finish_reason"] == "length"
         assert first.status_code != 200 or first.json()["choices"][0]["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("route", ["/generate", "/v1/completions"])
+async def test_an_abort_of_one_of_several_ids_ends_the_samples_of_its_prompt(
+    route: str, place: int, n: int, stream: bool
+) -> None:
+    params = {"n": n, "ignore_eos": True}
+    body: dict[str, Any]
+    if route == "/generate":
+        body = {"text": ["a", "b"], "sampling_params": params | {"max_new_tokens": 40}}
+    else:
+        body = {"model": "sim-model", "prompt": ["a", "b"], "max_tokens": 40} | params
+    body |= {"rid": ["one", "two"], "stream": stream}
+    async with (
+        serving("sglang", token_seconds=0.01) as (server, _),
+        gateway(pool("policy", server.url, engine="sglang", models=["sim-model"])) as gate,
+    ):
+        asking = asyncio.ensure_future(gate.http.post(route, json=body))
+        await gate.until(lambda: len(server.engine.running) == 2 * n)
+        await gate.http.post("/abort_request", json={"rid": ["one", "two"][place]})
+        answer = await asking
+        assert answer.status_code == 200
+        [closed] = [each for each in gate.records() if each["event"] == "closed"]
+        ends = ["abort" if sample // n == place else "length" for sample in range(2 * n)]
+        assert (closed["outcome"], closed["finish_reasons"]) == ("delivered", ends)
+
+
+async def test_an_abort_of_one_of_several_ids_ends_the_whole_request_where_its_engine_takes_none() -> None:
+    async def held(seen: Seen, reply: Reply) -> None:
+        await reply.gone()
+
+    async with FakeWorker(held) as worker, gateway(pool("policy", worker.url)) as gate:
+        body = {"model": MODEL, "prompt": ["a", "b"], "rid": ["one", "two"]}
+        asking = asyncio.ensure_future(gate.http.post("/v1/completions", json=body))
+        await gate.until(lambda: len(worker.seen) == 2)
+        await gate.http.post("/abort_request", json={"rid": "two"})
+        answer = await asking
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "aborted")
 
 
 async def test_an_abort_of_an_unknown_id_is_no_error_and_ends_nothing() -> None:

@@ -353,6 +353,29 @@ async def test_a_seed_in_a_field_that_the_engine_ignores_is_moved(route: Route) 
         assert field not in worker.seen[0].json
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["sampling_seed", "seed"])
+async def test_a_prompts_own_seed_is_a_seed_of_the_clients(name: str, stream: bool) -> None:
+    body = GENERATE.body(stream=stream) | {"text": ["a", "b"], "sampling_params": [{name: 3}, {name: 4}]}
+    body.pop("input_ids", None)
+    async with FakeWorker(GENERATE.polite) as worker:
+        async with gateway(GENERATE.pool(worker.url), client_seed="reject") as gate:
+            answer = await gate.http.post(GENERATE.path, json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "client_seed_rejected")
+            assert worker.seen == []
+        for policy, source in (("keep", "client"), ("mix", "derived")):
+            worker.seen.clear()
+            async with gateway(GENERATE.pool(worker.url), client_seed=policy) as gate:
+                answer = await gate.http.post(GENERATE.path, json=body)
+                got = {seen.json["text"]: seed_of(GENERATE, seen) for seen in worker.seen}
+                assert answer.headers["x-detgate-seed-source"] == source
+                assert answer.headers["x-detgate-seed"] == str(got["a"])
+                assert (got == {"a": 3, "b": 4}) is (policy == "keep")
+                assert not {3, 4} & {*got.values()} or policy == "keep"
+                opened = next(record for record in gate.records() if record["event"] == "opened")
+                assert (opened["seed"], opened["seed_source"]) == (got["a"], source)
+
+
 @pytest.mark.parametrize("action", ["warn", "refuse"])
 @over((CHAT, GENERATE))
 async def test_one_seed_for_a_whole_group_is_noticed(route: Route, action: str) -> None:
@@ -387,6 +410,22 @@ async def test_one_seed_for_a_whole_group_is_noticed(route: Route, action: str) 
         else:
             assert statuses[0] == 200
             assert all(400 <= status < 500 for status in statuses[1:])
+
+
+async def test_seeds_of_prompts_that_a_whole_group_has_are_noticed_too() -> None:
+    body = {"text": ["a", "b"], "sampling_params": [{}, {"seed": 3}]}
+    greedy = body | {"sampling_params": [{"temperature": 0}, {"seed": 3, "temperature": 0}]}
+    async with (
+        FakeWorker(GENERATE.polite) as worker,
+        gateway(GENERATE.pool(worker.url), guards={"shared_seed": "refuse"}) as gate,
+    ):
+        group = (await gate.http.post("/sessions", json={"identity": "17", "group_size": 2})).json()
+        for asked, expected in ((greedy, [200, 200]), (body, [200, 400])):
+            statuses = []
+            for member in group["sessions"]:
+                headers = {"authorization": f"Bearer {member['api_key']}"}
+                statuses.append((await gate.http.post(GENERATE.path, json=asked, headers=headers)).status_code)
+            assert statuses == expected
 
 
 TEXTS = ["The sky is blue", "Water", "1 + 1 = 2"]

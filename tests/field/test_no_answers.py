@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.field.routes import (
@@ -24,6 +26,12 @@ NOTHING = [
     (200, b"", JSON),
     (200, b"<html>busy</html>", TEXT),
     (200, b"\x00\x01", JSON),
+    (200, b'{"choices":[{"text":"\xff"}],"data":[],"meta_info":{"a":"\xff"}}', JSON),
+    (200, b"null", JSON),
+    (200, b"[]", JSON),
+    (200, b"{}", JSON),
+    (200, b'{"status":"ok"}', JSON),
+    (200, b'"busy"', JSON),
     (204, None, JSON),
     (204, None, STREAM),
     (302, b"", TEXT),
@@ -67,11 +75,21 @@ async def test_what_is_no_answer_uses_no_index(
 
 
 @pytest.mark.parametrize(("status", "body", "form"), NOTHING)
-async def test_nor_does_one_of_several_samples(status: int, body: bytes | None, form: str) -> None:
-    async with answering(status, body, form) as worker, gateway(SGLANG_CHAT.pool(worker.url)) as gate:
-        answer = await gate.http.post(SGLANG_CHAT.path, json=SGLANG_CHAT.body(n=2, temperature=1))
-        expected = "unmergeable_answer" if status == 200 and body else "no_answer"
-        assert (answer.status_code, answer.json()["error"]["code"]) == (502, expected)
+@over((SGLANG_CHAT, GENERATE))
+async def test_nor_does_one_of_several_samples(route: Route, status: int, body: bytes | None, form: str) -> None:
+    two: dict[str, Any] = {"sampling_params": {"n": 2}} if route is GENERATE else {"n": 2, "temperature": 1}
+    async with answering(status, body, form) as worker, gateway(route.pool(worker.url)) as gate:
+        answer = await gate.http.post(route.path, json=route.body(**two))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "no_answer")
+        await gate.until(lambda: closed(gate) == [("failed", False)])
+
+
+@over((CHAT, COMPLETIONS, MESSAGES, RESPONSES, TOKENS, GENERATE, CLASSIFY))
+async def test_an_error_with_a_good_status_passes_and_uses_no_index(route: Route) -> None:
+    body = b'{"error":{"message":"busy"}}'
+    async with answering(200, body, JSON) as worker, gateway(route.pool(worker.url)) as gate:
+        answer = await gate.http.post(route.path, json=route.body())
+        assert (answer.status_code, answer.content) == (200, body)
         await gate.until(lambda: closed(gate) == [("failed", False)])
 
 

@@ -278,6 +278,25 @@ async def test_an_engine_that_tells_of_its_error_is_passed_on(route: Route, carr
         assert record["error"] == "EngineCore died"
 
 
+@both_carriers
+async def test_so_is_one_of_several_samples(carrier: CarrierName) -> None:
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        for event in SGLANG_CHAT.events[:2]:
+            reply.chunk(event)
+        reply.chunk(OPENAI_ERROR + b"data: [DONE]\n\n")
+        reply.end()
+
+    async with FakeWorker(script) as worker, gateway(SGLANG_CHAT.pool(worker.url), carrier=carrier) as gate:
+        body = SGLANG_CHAT.body(stream=True, n=2, temperature=1)
+        answer = await gate.http.post(SGLANG_CHAT.path, json=body)
+        assert OPENAI_ERROR in answer.content
+        assert b"[DONE]" not in answer.content
+        await gate.until(lambda: gate.records()[-1]["event"] == "closed")
+        record = gate.records()[-1]
+        assert (record["outcome"], record["used"], record["error"]) == ("failed", False, "EngineCore died")
+
+
 def call(index: int, **fields: Any) -> bytes:
     """A piece of a tool call in a chat stream."""
     tool = {"index": index, **fields}

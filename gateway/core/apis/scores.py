@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.core.seen import Seen, hashed, without
+from gateway.core.seen import Seen, hashed, without, words
 
 _INCIDENTAL = frozenset({"id", "created", "model", "object", "usage", "meta_info", "metadata", "system_fingerprint"})
 
@@ -15,3 +15,5 @@ def answer(seen: Seen, value: Any) -> None:
     seen.content = hashed([without(item, _INCIDENTAL) for item in items])
     if isinstance(value, dict):
         seen.use(value.get("usage"))
+        if value.get("error") is not None:
+            seen.error = words(value["error"])
