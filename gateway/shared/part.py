@@ -19,7 +19,7 @@ import structlog
 from gateway.core.errors import Busy, Fault, Gone, StoreFault
 from gateway.ledger.shapes import Unreadable
 from gateway.shared import scripts
-from gateway.shared.link import Link, Words
+from gateway.shared.link import Link, Refused, Words
 
 log = structlog.get_logger("detgate.store")
 
@@ -182,6 +182,11 @@ class Part:
                     await self._take()
                 else:
                     await self._beat(self.connection)
+            except Refused as fault:
+                self.leave()
+                self._out.clear()
+                self._refused = (b"refused", fault.message.encode())
+                self._in.set()
             except StoreFault:
                 pass
             except Unreadable as fault:
@@ -309,6 +314,8 @@ class Part:
                     code="run_gone",
                     param="run",
                 )
+            case b"refused":
+                return Refused(answer[1].decode())
             case b"unreadable":
                 return Unreadable(answer[1].decode())
         return self._link.fault()

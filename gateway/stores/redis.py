@@ -154,7 +154,7 @@ class RedisStore:
     def why_down(self, run: str) -> str | None:
         """Why requests of a run cannot be numbered now; None: they can."""
         if self.link.why_down is not None:
-            return f"the store does not answer: {self.link.why_down}"
+            return f"the store {self.link.why_down}"
         part = self._run(run).part
         if part.connection is not None:
             return None
@@ -359,7 +359,7 @@ class SharedRun:
                 left = until - loop.time()
                 if left <= 0:
                     raise
-                # A server that refuses a call, for want of memory say, keeps the connection and would do so at once.
+                # A server that refuses this call alone keeps the connection, and would do so at once.
                 await asyncio.sleep(min(pause, left))
                 pause = min(2 * pause, POLL)
                 continue
@@ -566,7 +566,7 @@ class SharedRun:
             if answer.cancelled():
                 return
             if answer.exception() is not None:
-                # A server that refuses a call, for want of memory say, keeps the connection: nobody tells it again.
+                # A server that refuses this call alone keeps the connection: nobody tells it again.
                 asyncio.get_running_loop().call_later(POLL, self._owe, held)
                 return
             outcome = answer.result()[0]

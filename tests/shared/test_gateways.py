@@ -211,10 +211,67 @@ async def test_a_store_that_refuses_to_write_is_asked_now_and_then_and_in_bounde
         with pytest.raises(StoreFault):
             await kept.claim(key, Ask("arrival", b"y" * 16), 1.0)
         assert 0.9 < loop.time() - since < 1.5
+        since = loop.time()
+        for _ in range(20):
+            with pytest.raises(StoreFault):
+                await kept.claim(key, Ask("arrival", b"y" * 16), 1.0)
+        assert loop.time() - since < 0.2
         assert await commands() - before < 500
+        assert (kept.why_down("r") or "").startswith("the store refuses what it is asked: OOM")
         await server.ask("CONFIG", "SET", "maxmemory", 0)
+        await until(lambda: kept.why_down("r") is None)
         assert (await kept.claim(key, Ask("arrival", b"y" * 16), 1.0)).index == 1
         await until(lambda: kept.owed == 0)
+
+
+async def test_while_its_scripts_are_refused_a_gateway_is_not_ready_and_is_again_when_they_are_run() -> None:
+    async with RedisServer() as server, FakeWorker() as worker, gateways(1, server.url, worker) as (gate,):
+        assert index(await ask(gate, "a")) == 0
+        await server.ask("CONFIG", "SET", "min-replicas-to-write", 1)
+        # Nobody asks anything: the gateway finds out by itself.
+        told = await ready(gate, 503, "the store refuses what it is asked: NOREPLICAS")
+        assert len(told["why"]) == 1
+        refused = await ask(gate, "b")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+        assert "(NOREPLICAS)" in refused.json()["error"]["message"]
+        await server.ask("CONFIG", "SET", "min-replicas-to-write", 0)
+        await ready(gate)
+        assert index(await ask(gate, "b")) == 1
+
+
+async def test_a_run_whose_keys_alone_are_refused_is_not_served_and_others_are() -> None:
+    async with RedisServer() as server, FakeWorker() as worker, gateways(1, server.url, worker) as (gate,):
+        assert index(await ask(gate, "a")) == 0
+        assert index(await ask(gate, "a", X_Detgate_Run="other")) == 0
+        keys = ("~detgate:{other}:*", "~detgate:server", "~detgate:trial")
+        await server.ask("ACL", "SETUSER", "default", "resetkeys", *keys)
+        await ready(gate, 503, "refuses what it is asked (NOPERM)")
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        refused = await ask(gate, "b")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+        assert loop.time() - since < SHORT["store"] / 2
+        assert index(await ask(gate, "b", X_Detgate_Run="other")) == 1
+        await server.ask("ACL", "SETUSER", "default", "allkeys")
+        await ready(gate)
+        assert index(await ask(gate, "b")) == 1
+
+
+async def test_the_user_of_the_guide_may_all_that_a_gateway_does() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "how-to" / "redis.md"
+    words = next(line for line in guide.read_text().splitlines() if line.startswith("ACL SETUSER")).split()
+    async with RedisServer() as server, FakeWorker() as worker:
+        await server.ask(*words)
+        url = server.url.replace("//", "//gateway:password@")
+        async with gateways(2, url, worker, sessions={"weights": "hold"}) as (one, two):
+            assert [index(await ask(gate, "a")) for gate in (one, two)] == [0, 1]
+            made = (await one.http.post("/sessions", json={"identity": "e"})).json()
+            key = {"Authorization": f"Bearer {made['api_key']}"}
+            assert (await two.http.post(CHAT, json=chat("x"), headers=key)).status_code == 200
+            assert (await two.http.post("/admin/weights", json={"version": "w1"})).status_code == 200
+            assert (await one.http.delete("/sessions/e")).status_code == 200
+        denied = [entry[entry.index(b"object") + 1] for entry in await server.ask("ACL", "LOG")]
+        assert denied == []
 
 
 async def test_settings_that_decide_are_kept_with_the_run() -> None:
