@@ -309,11 +309,7 @@ class Part:
                 keys = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
                 return differs(self.run, keys)
             case b"over":
-                return Gone(
-                    f"Run {self.run} had no request for so long that its indices were given up. Begin another run.",
-                    code="run_gone",
-                    param="run",
-                )
+                return gone(self.run)
             case b"refused":
                 return Refused(answer[1].decode())
             case b"unreadable":
@@ -334,6 +330,15 @@ def differs(run: str, keys: Sequence[str]) -> Busy:
         "Put them back, or begin another run (--new-run, or another name).",
         code="run_differs",
         retry_after=60,
+    )
+
+
+def gone(run: str) -> Gone:
+    """The refusal of a run that was idle for as long as runs are kept."""
+    return Gone(
+        f"Run {run} had no request for so long that its indices were given up. Begin another run.",
+        code="run_gone",
+        param="run",
     )
 
 

@@ -295,22 +295,63 @@ async def test_a_run_is_joined_and_goes_on_where_it_was() -> None:
             assert index(await ask(two, "b", X_Detgate_Run="other")) == 0
 
 
+async def ends(server: RedisServer) -> dict[str, int]:
+    """When each key of the run ends, but for the word that it is over."""
+    keys = [name.decode() for name in await server.ask("KEYS", "detgate:{r}:*")]
+    told = {name.removeprefix("detgate:{r}:"): await server.ask("PEXPIRETIME", name) for name in keys}
+    assert told.pop("over") > max(told.values())
+    return told
+
+
+async def test_all_keys_of_a_run_end_together_whatever_its_sessions_do() -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        async with gateways(1, server.url, worker, timeouts=SHORT | {"run": 60.0}) as (gate,):
+            assert index(await ask(gate)) == 0
+            made = (await gate.http.post("/sessions", json={"identity": "e"})).json()
+            key = {"Authorization": f"Bearer {made['api_key']}"}
+            assert (await gate.http.post(CHAT, json=chat("x"), headers=key)).status_code == 200
+            assert (await gate.http.post("/rl/set_reward", json={"reward": 1.0}, headers=key)).status_code == 200
+            first = await ends(server)
+            assert {"state", "released", "sessions:all", "sessions:about", "sessions:idle"} <= first.keys()
+            assert len(set(first.values())) == 1, first
+
+            sessions: Any = gate.gateway.sessions
+            sessions._touch(sessions._sessions["r", "e"])
+            await sessions._sweep("r", 100)
+            await sessions.prepared("r", b"sk-other")
+            assert await ends(server) == first
+
+            await server.ask("HSET", "detgate:{r}:state", "@until", 1)  # as if much time had passed
+            assert (await gate.http.post("/sessions", json={"identity": "f"})).status_code == 201
+            second = await ends(server)
+            about_all = {name: end for name, end in second.items() if not name.startswith("session:")}
+            assert len(set(about_all.values())) == 1
+            assert second["state"] > first["state"]
+
+
 async def test_a_run_that_was_idle_for_too_long_is_gone() -> None:
     async with RedisServer() as server, FakeWorker() as worker:
         async with gateways(1, server.url, worker, timeouts=SHORT | {"run": 60.0}) as (gate,):
             assert index(await ask(gate)) == 0
-            keys = [name for name in await server.ask("KEYS", "detgate:{r}:*") if b":sessions:" not in name]
-            lives = {name: await server.ask("PTTL", name) for name in keys}
-            over = lives.pop(b"detgate:{r}:over")
-            assert all(0 < life <= 60_000 for life in lives.values()), lives
-            assert over > 60_000
-            for name in lives:  # as if that time had passed
-                await server.ask("DEL", name)
+            made = (await gate.http.post("/sessions", json={"identity": "e"})).json()
+            for name in await ends(server):  # as if that time had passed
+                await server.ask("DEL", "detgate:{r}:" + name)
             await server.ask("SET", "detgate:{r}:over", 1)
             answer = await ask(gate)
             assert (answer.status_code, answer.json()["error"]["code"]) == (410, "run_gone")
             assert answer.headers["x-should-retry"] == "false"
+            for again in ("e", "f"):
+                answer = await gate.http.post("/sessions", json={"identity": again})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (410, "run_gone")
+            key = {"Authorization": f"Bearer {made['api_key']}"}
+            assert (await gate.http.post(CHAT, json=chat("x"), headers=key)).status_code == 410
+            assert await server.ask("KEYS", "detgate:{r}:*") == [b"detgate:{r}:over"]
             await ready(gate, 503, "had no request for so long")
+        given: dict[str, Any] = {"run": "r", "state": server.url, "timeouts": SHORT}
+        async with gateway(pool("policy", worker.url), **given) as late:
+            await ready(late, 503, "had no request for so long")
+            answer = await late.http.post("/sessions", json={"identity": "g"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (410, "run_gone")
 
 
 async def test_what_a_dead_gateway_had_in_flight_is_released_by_whoever_notices() -> None:

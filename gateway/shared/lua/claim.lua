@@ -126,10 +126,7 @@ end
 if key ~= '' and not keyed then
     put(session .. 'k' .. key, name .. written(index) .. '|' .. content)
 end
-local now = now_ms()
-if number_of(got[3]) < now + retention - math.min(retention / 100, 3600000) then
-    keep_until(now + retention, retention)
-end
+prolong(got[3], retention)
 head.kind = kind
 write_live(index, live)
 write_claim(token, false, index, about)

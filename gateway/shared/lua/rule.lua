@@ -53,7 +53,9 @@ local function keep_until(time, retention)
     call('PEXPIREAT', H, at)
     call('PEXPIREAT', R, at)
     for _, key in ipairs({
-        'beats', 'gone', 'ends', 'missing', 'awaited', 'changes', 'changes:list', 'changes:heard', 'changes:removed'
+        'beats', 'gone', 'ends', 'missing', 'awaited', 'changes', 'changes:list', 'changes:heard', 'changes:removed',
+        'sessions:about', 'sessions:events', 'sessions:all', 'sessions:ended', 'sessions:order', 'sessions:keys',
+        'sessions:groups', 'sessions:ordinals', 'sessions:idle', 'sessions:trouble'
     }) do
         call('PEXPIREAT', PREFIX .. key, at)
     end
@@ -65,6 +67,20 @@ end
 
 local function number_of(text)
     return tonumber(text) or 0
+end
+
+-- The run is used: it ends `retention` from now, or a little before. `ends`: when it does so far.
+local function prolong(ends, retention)
+    local now = now_ms()
+    if number_of(ends) < now + retention - math.min(retention / 100, 3600000) then
+        keep_until(now + retention, retention)
+    end
+end
+
+-- Whether the run was idle for as long as runs are kept.
+local function is_over()
+    local over = call('EXISTS', H) == 0 and call('GET', PREFIX .. 'over')
+    return over and tonumber(over) <= now_ms()
 end
 
 -- --- one counter

@@ -30,11 +30,8 @@ end
 if got[6] and tonumber(string.match(got[6], '^%d+')) > tonumber(connection) then
     return {'behind'}
 end
-if not got[1] then
-    local over = call('GET', PREFIX .. 'over')
-    if over and tonumber(over) <= now then
-        return {'over'}
-    end
+if is_over() then
+    return {'over'}
 end
 
 local function await(other)
