@@ -42,10 +42,23 @@ class Script:
         self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
-TRIAL = Script("redis.call('ZADD', KEYS[1], 'XX', 0, '') redis.call('PUBLISH', KEYS[1], '') return 1")
-"""A member that a key has is given a score, and the key is never there."""
+TRIAL = Script(
+    """
+    redis.call('ZADD', KEYS[1], 'XX', 0, '')
+    redis.call('PUBLISH', KEYS[1], '')
+    return {
+        string.match(redis.call('INFO', 'memory'), 'maxmemory_policy:(%S+)') or '',
+        tonumber(string.match(redis.call('INFO', 'stats'), 'evicted_keys:(%d+)')) or 0,
+    }
+    """
+)
+"""A member that a key has is given a score, and the key is never there. Gives by what policy the server throws keys
+away, and how many it has thrown away since it was started."""
 
 TRIAL_KEYS = (b"detgate:trial",)
+
+KEEPS_ALL = "noeviction"
+"""The policy of a server that throws no key away."""
 
 
 class Refused(StoreFault):
@@ -63,6 +76,11 @@ class Link:
         """Which connection this is, from 1. What was sent by an earlier one may still be run, late."""
         self.why_down: str | None = "does not answer: not connected yet"
         """What the store does instead of running scripts; None: it runs them."""
+        self.policy = KEEPS_ALL
+        """By what policy the server throws keys away when its memory is full."""
+        self.evicted = 0
+        """Keys that it has thrown away while there was a connection to it."""
+        self._evicted_before = 0
         self.connected: list[Callable[[], None]] = []
         """Called when a new connection is there, before any call goes out by it."""
         self._failed = failed
@@ -180,11 +198,31 @@ class Link:
                 secret = ("AUTH", address.username or "default", address.password) if address.password else ()
                 hello = wire.ask("HELLO", 3, *secret, "SETNAME", "detgate")
                 chosen = wire.ask("SELECT", address.db)
-                await asyncio.gather(hello, chosen, wire.run(TRIAL, TRIAL_KEYS, ()))
+                _, _, (policy, evicted) = await asyncio.gather(hello, chosen, wire.run(TRIAL, TRIAL_KEYS, ()))
             except BaseException:
                 wire.drop("it did not greet")
                 raise
+        self._look_at(policy.decode(), evicted)
         return wire
+
+    def _look_at(self, policy: str, evicted: int) -> None:
+        before, self.policy = self.policy, policy or KEEPS_ALL
+        if self.policy not in (before, KEEPS_ALL):
+            log.warning(
+                "the store may throw keys of a run away",
+                store=str(self.address),
+                policy=self.policy,
+                mend=f"maxmemory-policy {KEEPS_ALL}",
+            )
+        self._evicted_before = evicted
+
+    def count_evicted(self, number: int) -> None:
+        """How many keys the server has thrown away by now since it was started."""
+        if number > self._evicted_before:
+            if not self.evicted:
+                log.error("the store throws keys away, maybe of a run", store=str(self.address), keys=number)
+            self.evicted += number - self._evicted_before
+            self._evicted_before = number
 
     def _take(self, wire: _Wire) -> None:
         if wire.ended.done():

@@ -222,6 +222,7 @@ class Part:
         self._see(answer[1])
         if self.follower is not None:
             self.follower.newest(int(answer[4]))
+        self._link.count_evicted(int(answer[5]))
         for gateway, claims in zip(answer[2][::2], answer[2][1::2], strict=True):
             log.warning("a gateway is gone", run=self.run, gateway=gateway.decode(), claims=int(claims))
         self._written = ()

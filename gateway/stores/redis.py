@@ -30,7 +30,7 @@ from gateway.settings import InvalidSettings, Settings
 from gateway.shared import deeds, scripts
 from gateway.shared.address import parse
 from gateway.shared.deeds import KINDS, Fate, scope_name, session_name
-from gateway.shared.link import Link
+from gateway.shared.link import KEEPS_ALL, Link
 from gateway.shared.part import BEATS, LostEnd, Memory, Part, Telling, Terms
 from gateway.stores import ScopeKey
 from gateway.tasks import start, stop
@@ -160,6 +160,18 @@ class RedisStore:
             return None
         why_not = part.why_not
         return why_not.message if why_not is not None else "the store waits for what other gateways know"
+
+    @property
+    def warnings(self) -> list[str]:
+        link, told = self.link, []
+        if link.policy != KEEPS_ALL:
+            told.append(
+                "the store may throw keys of a run away, and not all of that is noticed: "
+                f"maxmemory-policy {link.policy}"
+            )
+        if link.evicted:
+            told.append(f"the store has thrown {link.evicted} keys away, maybe of a run")
+        return told
 
     # --- runs
     def restore(self, run: str, folder: Path, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -257,6 +257,22 @@ async def test_a_run_whose_keys_alone_are_refused_is_not_served_and_others_are()
         assert index(await ask(gate, "b")) == 1
 
 
+async def test_keys_that_a_server_throws_away_are_told_of() -> None:
+    async with RedisServer() as server, FakeWorker() as worker, gateways(1, server.url, worker) as (gate,):
+        assert (await ready(gate))["warnings"] == []
+        await server.ask("CONFIG", "SET", "maxmemory-policy", "volatile-ttl")
+        for number in range(100):
+            await server.ask("SET", f"tenant:{number}", b"x" * 10_000, "EX", 10)
+        used = (await server.ask("INFO", "memory")).partition(b"used_memory:")[2].split()[0]
+        await server.ask("CONFIG", "SET", "maxmemory", int(used) - 100_000)
+        link = gate.gateway._store.link  # type: ignore[attr-defined]
+        await until(lambda: link.evicted > 0)
+        assert "maybe of a run" in str((await ready(gate))["warnings"])
+        link._wire.drop("the test wants it")
+        await until(lambda: link.generation == 2)
+        assert "maxmemory-policy volatile-ttl" in str((await ready(gate))["warnings"])
+
+
 async def test_the_user_of_the_guide_may_all_that_a_gateway_does() -> None:
     guide = Path(__file__).parents[2] / "docs" / "how-to" / "redis.md"
     words = next(line for line in guide.read_text().splitlines() if line.startswith("ACL SETUSER")).split()

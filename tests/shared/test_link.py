@@ -204,6 +204,23 @@ async def test_a_call_that_is_refused_alone_breaks_no_other_even_where_it_is_abo
         assert (link.generation, link.why_down) == (1, None)
 
 
+async def test_a_server_that_may_throw_keys_away_is_warned_of_once() -> None:
+    async with RedisServer("--maxmemory-policy", "allkeys-lru") as server, Front(server.port) as front:
+        with structlog.testing.capture_logs() as lines:
+            async with linked(front.url) as link:
+                for generation in (1, 2):
+                    await up(link, generation)
+                    assert link.policy == "allkeys-lru"
+                    front.cut()
+                await up(link, 3)
+                await server.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
+                front.cut()
+                await up(link, 4)
+                assert link.policy == "noeviction"
+        warned = [line for line in lines if line["event"] == "the store may throw keys of a run away"]
+        assert [(line["policy"], line["log_level"]) for line in warned] == [("allkeys-lru", "warning")]
+
+
 async def test_what_a_server_refuses_is_told_without_the_words_that_it_was_sent() -> None:
     async def old(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(65536)

@@ -9,7 +9,7 @@ local exclusive, waited, final, strict = mode % 2 > 0, mode % 4 > 1, mode % 8 > 
 number = tonumber(number)
 
 local got = call('HMGET', H, '@server', '@g' .. gateway, '@until', '@epoch', session, name)
-if got[2] ~= connection or not is_server(got[1]) then
+if got[2] ~= connection or not is_server(got[1]) or is_torn() then
     return {'away'}
 end
 open(name, got[6])

@@ -41,6 +41,16 @@ local function is_server(kept)
     return true
 end
 
+-- Whether the server has thrown away what was released, of which an empty member is always there. Then the run is forgotten
+-- whole, and is told again: part of it would be taken for all.
+local function is_torn()
+    if call('ZSCORE', R, '') then
+        return false
+    end
+    call('DEL', H)
+    return true
+end
+
 local function now_ms()
     local time = call('TIME')
     return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
