@@ -113,7 +113,10 @@ class Link:
         """The failure of a call, counted. `refusal`: what the server said to that call, and not to all."""
         self._failed()
         told = refusal or self._refusal
-        what = f"refuses what it is asked ({told.partition(' ')[0]})" if told else "does not answer"
+        if told:
+            what = f"refuses what it is asked ({told.partition(' ')[0]})"
+        else:
+            what = "has no answer to this yet" if self.why_down is None else "does not answer"
         kind = Refused if refusal else StoreFault
         return kind(f"The store that keeps indices {what}. Nothing was decided; ask again.")
 
