@@ -1,7 +1,6 @@
 -- A gateway lives. Gives away; or here, who takes part, for each that was found gone now its name and the number of its
 -- claims, and for claims of those that are gone: gateway and token, whether the index is used (1 or 0) with the index, a
--- bar, and what it was about; then the number of the last change (changes.lua), and how many keys the server has thrown
--- away since it was started. Whoever notices ends the claims, and is
+-- bar, and what it was about; then the number of the last change (changes.lua). Whoever notices ends the claims, and is
 -- told of their ends until it says, by the names that stand from the fourth word on, that they are written down. Should it
 -- be gone by then, another is told.
 local gateway, connection, lease = ARGV[1], ARGV[2], tonumber(ARGV[3])
@@ -43,6 +42,7 @@ for each = 1, #kept, 2 do
         told[#told + 1] = lost
     end
 end
+-- The last: how many keys the server has thrown away since it was started.
 return {
     'here', call('ZRANGE', beats, 0, -1), left, told, number_of(call('HGET', PREFIX .. 'changes', 'number')),
     number_of(string.match(call('INFO', 'stats'), 'evicted_keys:(%d+)')),
