@@ -91,6 +91,7 @@ def build(
         told = {
             "status": "ready" if ready else "not ready",
             "why": why_not,
+            "warnings": store.warnings,
             "run": run.name,
             "pools": {each.name: _state(each) for each in fleet},
         }

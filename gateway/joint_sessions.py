@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import structlog
 
-from gateway.core.errors import Busy, StoreFault
+from gateway.core.errors import Busy, Gone, StoreFault
 from gateway.core.identity import Known
 from gateway.keys import digest
 from gateway.ledger.writer import Ledger
@@ -60,7 +60,7 @@ TOLD = 1000
 """Sessions in one such call."""
 
 FIRSTS_MS = 3_600_000
-"""Milliseconds for which the store remembers what guards look for in a group, after the last of it."""
+"""Milliseconds for which the store remembers what guards look for in a group, after the last of it, at most."""
 
 SWEPT = 100
 """Sessions that end for being idle in one step."""
@@ -120,8 +120,9 @@ class JointSessions(Sessions):
         first = group.firsts.get(what)
         if first is None:
             key = scripts.prefix_of(group.run) + b"firsts:" + session_name(group.id)
+            kept = min(FIRSTS_MS, round(self._retention * 1000))
             try:
-                told: bytes = await self._link.call(scripts.FIRST, (key,), (what, who, FIRSTS, FIRSTS_MS))
+                told: bytes = await self._link.call(scripts.FIRST, (key,), (what, who, FIRSTS, kept))
             except StoreFault:
                 return await super().first(group, what, who)
             first = told.decode()
@@ -240,7 +241,7 @@ class JointSessions(Sessions):
                 for run in tuple(self._events):
                     await self._sweep(run, SWEPT if told else 0)
                 told = True
-            except StoreFault:
+            except (StoreFault, Gone):
                 # Others may have had no word from the store either: nobody is idle for that.
                 told = False
             except Exception:

@@ -63,7 +63,7 @@ class RedisServer:
         self._folder.cleanup()
 
     async def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start it, and wait until it answers, with its data."""
         words = ["--port", str(self.port), "--save", "", "--appendonly", "no", "--dir", self._folder.name]
         words += ["--repl-diskless-sync-delay", "0"]
         self._process = subprocess.Popen(  # noqa: ASYNC220  # takes a millisecond, and so does its end
@@ -73,7 +73,7 @@ class RedisServer:
         )
         async with asyncio.timeout(20):
             while True:
-                with suppress(OSError, EOFError):
+                with suppress(OSError, EOFError, hiredis.ReplyError):
                     if await self.ask("PING") == b"PONG":
                         return
                 assert self._process.poll() is None, "redis-server did not start"

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple, Protocol
 import orjson
 import structlog
 
-from gateway.core.errors import StoreFault
+from gateway.core.errors import Gone, StoreFault
 from gateway.shared import scripts
-from gateway.shared.link import Link, Script
+from gateway.shared.link import Link
+from gateway.shared.part import gone
 from gateway.tasks import start, stop
 
 log = structlog.get_logger("detgate.sessions")
-
-SCRIPT = Script(scripts.read("sessions"))
 
 LOOK_SECONDS = 1.0
 """How often is asked what happened, whether a message came or not."""
@@ -69,9 +68,10 @@ class Events:
         self._witness = witness
         self._limit, self._kept = limit, round(retention * 1000)
         self._run = run
-        prefix = scripts.prefix_of(run)
-        self._keys = (prefix, scripts.keys(run, "")[0])
-        self._channel = prefix + b"sessions"
+        self._keys = scripts.keys(run, "")
+        self._channel = scripts.prefix_of(run) + b"sessions"
+        self._over = False
+        """The run was given up, as far as is known."""
         self._memory = ""
         """Names the store's memory."""
         self._number = 0
@@ -102,11 +102,14 @@ class Events:
         self._following.cancel()
 
     async def call(self, operation: str, *words: str | bytes | int) -> Any:
-        """What an operation of the script gives; what happened until then is known. Raises `StoreFault`."""
+        """What an operation of the script gives; what happened until then is known.
+
+        Raises `StoreFault`, and `Gone` where the run was idle for as long as runs are kept.
+        """
         if not self.ready:
             await self._known()
         sent = self._number
-        reply = await self._link.call(SCRIPT, self._keys, self._args(operation, words, sent))
+        reply = await self._ask(operation, *words, number=sent)
         if not self._heard(sent, reply):
             self.soon()
             await self._known()
@@ -117,10 +120,10 @@ class Events:
     def tell(self, operation: str, *words: str | bytes | int) -> None:
         """As `call`, for what nobody waits for. Nothing where the store is away."""
         with suppress(StoreFault):
-            self._link.send(SCRIPT, self._keys, self._args(operation, words, -1))
+            self._link.send(scripts.SESSIONS, self._keys, self._args(operation, words, -1))
 
     async def catch_up(self) -> None:
-        """Learn what has happened. Raises `StoreFault`."""
+        """Learn what has happened. Raises as `call`."""
         await self.call("since")
 
     def soon(self) -> None:
@@ -128,7 +131,9 @@ class Events:
         self._look.set()
 
     async def _known(self) -> None:
-        """Wait until all is known. Raises `StoreFault` where that takes too long."""
+        """Wait until all is known. Raises `StoreFault` where that takes too long, and `Gone`."""
+        if self._over:
+            raise gone(self._run)
         try:
             async with asyncio.timeout(self._link.seconds):
                 await self._ready.wait()
@@ -170,7 +175,7 @@ class Events:
         return number <= self._number
 
     async def _begin(self) -> None:
-        """Tell what is known, and learn all that there is. Raises `StoreFault`."""
+        """Tell what is known, and learn all that there is. Raises `StoreFault` and `Gone`."""
         told: list[Awaitable[Any]] = []
         for operation, words in self._witness.known():
             told.append(self._ask(operation, *words))
@@ -190,9 +195,13 @@ class Events:
         self._ready.set()
         self.soon()
 
-    async def _ask(self, operation: str, *words: str | bytes | int) -> Any:
-        """A call that brings no events."""
-        return await self._link.call(SCRIPT, self._keys, self._args(operation, words, -1))
+    async def _ask(self, operation: str, *words: str | bytes | int, number: int = -1) -> Any:
+        """A call, which brings the events after this number; -1: none. Raises `StoreFault` and `Gone`."""
+        reply = await self._link.call(scripts.SESSIONS, self._keys, self._args(operation, words, number))
+        self._over = reply[0] == b"over"
+        if self._over:
+            raise gone(self._run)
+        return reply
 
     def _args(self, operation: str, words: Words, number: int) -> Words:
         return (operation, secrets.token_hex(8), number, self._kept, self._limit, *words)
@@ -206,9 +215,11 @@ class Events:
                     await self._begin()
                 else:
                     sent = self._number
-                    reply = await self._link.call(SCRIPT, self._keys, self._args("since", (), sent))
+                    reply = await self._ask("since", number=sent)
                     if not self._heard(sent, reply) or self._number < reply[1]:
                         continue
+            except Gone:
+                pass
             except StoreFault:
                 pause = LOOK_SECONDS if self.ready else AGAIN_SECONDS
             except Exception:

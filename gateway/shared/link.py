@@ -4,12 +4,17 @@ All calls that are made in one turn of the event loop leave in one write, in the
 server runs them in that order. A call is answered within `timeouts.store` or fails with `StoreFault`; then the
 connection is dropped and another one opened, so nothing ever waits behind a call that is lost. Whether a call that
 failed was run is not known. It may even run later: `generation` tells connections apart.
+
+A server that answers PING may still refuse all scripts, or let them wait: for want of memory or replicas, as another's
+replica, by its rules of access. So a connection counts only when a *trial* was run by it, a script that does what
+others do and leaves nothing behind; and when a call is refused the trial says whether the server refuses them all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -28,9 +33,6 @@ Hear = Callable[[bytes], None]
 AGAIN, AGAIN_AT_MOST = 0.05, 1.0
 """Seconds until a connection is tried again: the first time, and at most."""
 
-_ASTRAY = ("READONLY", "LOADING", "MASTERDOWN", "NOSCRIPT", "MOVED", "CLUSTERDOWN", "NOAUTH", "WRONGPASS")
-"""Errors that mean: this server is not, or not yet, the one to ask, or has forgotten the scripts."""
-
 
 class Script:
     """A Lua script that the server runs as one step."""
@@ -38,6 +40,29 @@ class Script:
     def __init__(self, source: str) -> None:
         self.source = source
         self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+TRIAL = Script(
+    """
+    redis.call('ZADD', KEYS[1], 'XX', 0, '')
+    redis.call('PUBLISH', KEYS[1], '')
+    return {
+        string.match(redis.call('INFO', 'memory'), 'maxmemory_policy:(%S+)') or '',
+        tonumber(string.match(redis.call('INFO', 'stats'), 'evicted_keys:(%d+)')) or 0,
+    }
+    """
+)
+"""A member that a key has is given a score, and the key is never there. Gives by what policy the server throws keys
+away, and how many it has thrown away since it was started."""
+
+TRIAL_KEYS = (b"detgate:trial",)
+
+KEEPS_ALL = "noeviction"
+"""The policy of a server that throws no key away."""
+
+
+class Refused(StoreFault):
+    """The store refused one call, and not all."""
 
 
 class Link:
@@ -49,21 +74,31 @@ class Link:
         """How long a call may take."""
         self.generation = 0
         """Which connection this is, from 1. What was sent by an earlier one may still be run, late."""
-        self.why_down: str | None = "not connected yet"
-        """Why the store cannot be asked; None: it can."""
+        self.why_down: str | None = "does not answer: not connected yet"
+        """What the store does instead of running scripts; None: it runs them."""
+        self.policy = KEEPS_ALL
+        """By what policy the server throws keys away when its memory is full."""
+        self.evicted = 0
+        """Keys that it has thrown away while there was a connection to it."""
+        self._evicted_before = 0
         self.connected: list[Callable[[], None]] = []
         """Called when a new connection is there, before any call goes out by it."""
         self._failed = failed
         self._wire: _Wire | None = None
         self._up = asyncio.Event()
         self._down_since: float | None = None
+        self._refusal = ""
+        """What the server said, where it is down for that."""
         self._out = False
         """An outage was logged."""
         self._heard: dict[bytes, list[Hear]] = {}
 
     # --- calls
     async def call(self, script: Script, keys: Words, args: Words) -> Any:
-        """Run a script; its reply. Raises `StoreFault`: then it was not run, was run, or runs yet."""
+        """Run a script; its reply.
+
+        Raises `StoreFault`: then it was not run, was run, or runs yet. `Refused`, where the server answered so.
+        """
         if self._wire is None:
             await self.ready()
         return await self.send(script, keys, args)
@@ -74,10 +109,16 @@ class Link:
             raise self.fault()
         return self._wire.run(script, keys, args)
 
-    def fault(self) -> StoreFault:
-        """The failure of a call, counted."""
+    def fault(self, refusal: str = "") -> StoreFault:
+        """The failure of a call, counted. `refusal`: what the server said to that call, and not to all."""
         self._failed()
-        return StoreFault("The store that keeps indices does not answer. Nothing was decided; ask again.")
+        told = refusal or self._refusal
+        if told:
+            what = f"refuses what it is asked ({told.partition(' ')[0]})"
+        else:
+            what = "has no answer to this yet" if self.why_down is None else "does not answer"
+        kind = Refused if refusal else StoreFault
+        return kind(f"The store that keeps indices {what}. Nothing was decided; ask again.")
 
     async def ready(self) -> None:
         """Wait for a connection, if it is not long that there is none. Raises `StoreFault`."""
@@ -129,17 +170,20 @@ class Link:
                 try:
                     wire = await self._open()
                 except (OSError, TimeoutError, hiredis.HiredisError) as error:
-                    self._lost(_words(error))
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, AGAIN_AT_MOST)
-                    continue
-                pause = AGAIN
-                self._take(wire)
-                await wire.ended
+                    self._lost(_words(error), refused=isinstance(error, _Denied))
+                else:
+                    since = loop.time()
+                    self._take(wire)
+                    await wire.ended
+                    if loop.time() - since >= AGAIN_AT_MOST:
+                        pause = AGAIN
+                        continue
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, AGAIN_AT_MOST)
         finally:
             if self._wire is not None:
                 self._wire.drop("the gateway stops")
-            self._wire, self.why_down = None, "the gateway stops"
+            self._wire, self.why_down = None, "is asked no more: the gateway stops"
             self._up.clear()
 
     async def _open(self) -> _Wire:
@@ -157,15 +201,35 @@ class Link:
                 secret = ("AUTH", address.username or "default", address.password) if address.password else ()
                 hello = wire.ask("HELLO", 3, *secret, "SETNAME", "detgate")
                 chosen = wire.ask("SELECT", address.db)
-                await asyncio.gather(hello, chosen)
+                _, _, (policy, evicted) = await asyncio.gather(hello, chosen, wire.run(TRIAL, TRIAL_KEYS, ()))
             except BaseException:
                 wire.drop("it did not greet")
                 raise
+        self._look_at(policy.decode(), evicted)
         return wire
+
+    def _look_at(self, policy: str, evicted: int) -> None:
+        before, self.policy = self.policy, policy or KEEPS_ALL
+        if self.policy not in (before, KEEPS_ALL):
+            log.warning(
+                "the store may throw keys of a run away",
+                store=str(self.address),
+                policy=self.policy,
+                mend=f"maxmemory-policy {KEEPS_ALL}",
+            )
+        self._evicted_before = evicted
+
+    def count_evicted(self, number: int) -> None:
+        """How many keys the server has thrown away by now since it was started."""
+        if number > self._evicted_before:
+            if not self.evicted:
+                log.error("the store throws keys away, maybe of a run", store=str(self.address), keys=number)
+            self.evicted += number - self._evicted_before
+            self._evicted_before = number
 
     def _take(self, wire: _Wire) -> None:
         if wire.ended.done():
-            self._lost(wire.ended.result())
+            self._lost(*wire.ended.result())
             return
         self.generation += 1
         self._wire = wire
@@ -178,22 +242,24 @@ class Link:
             except Exception:
                 log.exception("a new connection could not be taken in")
         self._up.set()
-        self.why_down = None
+        self.why_down, self._refusal = None, ""
         if self._out:
             self._out = False
             seconds = asyncio.get_running_loop().time() - (self._down_since or 0.0)
             log.warning("the store answers again", store=str(self.address), seconds=round(seconds, 3))
         self._down_since = None
 
-    def _lost(self, why: str) -> None:
+    def _lost(self, why: str, refused: bool = False) -> None:
         self._wire = None
         self._up.clear()
-        self.why_down = why
+        self._refusal = why if refused else ""
+        self.why_down = f"refuses what it is asked: {why}" if refused else f"does not answer: {why}"
         if self._down_since is None:
             self._down_since = asyncio.get_running_loop().time()
         if not self._out:
             self._out = True
-            log.error("the store does not answer", store=str(self.address), why=why)
+            what = "the store refuses what it is asked" if refused else "the store does not answer"
+            log.error(what, store=str(self.address), why=why)
 
 
 class _Wire(asyncio.Protocol):
@@ -203,12 +269,12 @@ class _Wire(asyncio.Protocol):
         self,
         seconds: float,
         hear: Callable[[list[Any]], None],
-        fault: Callable[[], StoreFault],
-        lost: Callable[[str], None],
+        fault: Callable[[str], StoreFault],
+        lost: Callable[[str, bool], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[str] = self._loop.create_future()
-        """Set, with the reason, when it is gone."""
+        self.ended: asyncio.Future[tuple[str, bool]] = self._loop.create_future()
+        """Set when it is gone: why, and whether that is what the server said."""
         self._seconds = seconds
         self._hear = hear
         self._fault = fault
@@ -220,6 +286,9 @@ class _Wire(asyncio.Protocol):
         """Calls without a reply, the oldest first, and since when. None: nobody waits for it."""
         self._watch: asyncio.TimerHandle | None = None
         self._loaded: set[str] = set()
+        self._trial: asyncio.Future[Any] | None = None
+        self._refused: list[tuple[asyncio.Future[Any] | None, str]] = []
+        """Calls that were refused, and how. They wait for the trial."""
         self._refusals: set[str] = set()
         """Kinds of errors that were logged."""
         self.greeted = False
@@ -236,9 +305,11 @@ class _Wire(asyncio.Protocol):
         """A command and its reply."""
         return self._expect(_packed(words))
 
-    def tell(self, *words: str | bytes) -> None:
-        """A command that is answered by messages alone."""
-        self._write(_packed(words))
+    def tell(self, what: str, *channels: bytes) -> None:
+        """Subscribe to channels, or to them no more."""
+        for channel in channels:
+            self._write(_packed((what, channel)))
+            self._waiting.append((None, self._loop.time()))
 
     def _expect(self, command: bytes) -> asyncio.Future[Any]:
         reply: asyncio.Future[Any] = self._loop.create_future()
@@ -284,48 +355,76 @@ class _Wire(asyncio.Protocol):
     def _take(self, reply: Any) -> None:
         if isinstance(reply, hiredis.PushNotification):
             self._hear(reply)
-            return
+            if reply[0] not in (b"subscribe", b"unsubscribe"):
+                return
         if not self._waiting:
             return
         waiter, _ = self._waiting.popleft()
         if isinstance(reply, hiredis.ReplyError):
-            self._refused(waiter, str(reply))
+            self._deny(waiter, _told(reply))
         elif waiter is not None and not waiter.done():
             waiter.set_result(reply)
 
-    def _refused(self, waiter: asyncio.Future[Any] | None, words: str) -> None:
-        self._fail(waiter, words)
-        kind = words.partition(" ")[0]
-        if not self.greeted or kind in _ASTRAY:
-            self.drop(words)
-        elif kind not in self._refusals:
-            self._refusals.add(kind)
-            log.error("the store refused a call", error=words)
+    def _deny(self, waiter: asyncio.Future[Any] | None, words: str) -> None:
+        """A command was refused. Who asked hears of it when it is known whether others would be too."""
+        self._refused.append((waiter, words))
+        if not self.greeted or (waiter is not None and waiter is self._trial) or words.startswith("NOSCRIPT"):
+            self.drop(words, refused=True)
+        elif self._trial is None:
+            self._trial = self.run(TRIAL, TRIAL_KEYS, ())
+            self._trial.add_done_callback(self._tried)
 
-    def _fail(self, waiter: asyncio.Future[Any] | None, why: str) -> None:
-        if waiter is not None and not waiter.done():
-            waiter.set_exception(self._fault() if self.greeted else ConnectionError(why))
-            waiter.exception()
+    def _tried(self, trial: asyncio.Future[Any]) -> None:
+        self._trial = None
+        if trial.exception() is not None:
+            return
+        for waiter, words in self._refused:
+            if waiter is not None and not waiter.done():
+                _fail(waiter, self._fault(words))
+            kind = words.partition(" ")[0]
+            if kind not in self._refusals:
+                self._refusals.add(kind)
+                log.error("the store refused a call", error=words)
+        self._refused.clear()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end(_words(error) if error is not None else "it closed the connection")
 
-    def drop(self, why: str) -> None:
-        """Have no more to do with it."""
-        self._end(why)
+    def drop(self, why: str, *, refused: bool = False) -> None:
+        """Have no more to do with it. `refused`: that is what the server said."""
+        self._end(why, refused)
         if self._transport is not None:
             self._transport.abort()
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, refused: bool = False) -> None:
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
         if not self.ended.done():
-            self.ended.set_result(why)
+            self.ended.set_result((why, refused))
             if self.greeted:
-                self._lost(why)
-        while self._waiting:
-            self._fail(self._waiting.popleft()[0], why)
+                self._lost(why, refused)
+        left = [waiter for waiter, _ in (*self._refused, *self._waiting)]
+        self._refused.clear()
+        self._waiting.clear()
+        for waiter in left:
+            if waiter is not None and not waiter.done():
+                _fail(waiter, self._fault("") if self.greeted else _Denied(why) if refused else ConnectionError(why))
+
+
+class _Denied(ConnectionError):
+    """The server answered a greeting with an error."""
+
+
+def _fail(waiter: asyncio.Future[Any], error: Exception) -> None:
+    """Without a word of asyncio's where nobody waits for it any more."""
+    waiter.set_exception(error)
+    waiter.exception()
+
+
+def _told(error: hiredis.ReplyError) -> str:
+    """What the server said, without the words that it was sent, which may be a password, and the script's place."""
+    return re.split(r",? with args | script: ", str(error))[0]
 
 
 _MORE: Any = object()

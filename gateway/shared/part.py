@@ -20,7 +20,7 @@ import structlog
 from gateway.core.errors import Busy, Fault, Gone, StoreFault
 from gateway.ledger.shapes import Unreadable
 from gateway.shared import scripts
-from gateway.shared.link import Link, Words
+from gateway.shared.link import Link, Refused, Words
 
 log = structlog.get_logger("detgate.store")
 
@@ -183,6 +183,11 @@ class Part:
                     await self._take()
                 else:
                     await self._beat(self.connection)
+            except Refused as fault:
+                self.leave()
+                self._out.clear()
+                self._refused = (b"refused", fault.message.encode())
+                self._in.set()
             except StoreFault:
                 pass
             except Unreadable as fault:
@@ -225,6 +230,7 @@ class Part:
         self._see(answer[1])
         if self.follower is not None:
             self.follower.newest(int(answer[4]))
+        self._link.count_evicted(int(answer[5]))
         for gateway, claims in zip(answer[2][::2], answer[2][1::2], strict=True):
             log.warning("a gateway is gone", run=self.run, gateway=gateway.decode(), claims=int(claims))
         self._written = ()
@@ -312,11 +318,9 @@ class Part:
                 keys = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
                 return differs(self.run, keys)
             case b"over":
-                return Gone(
-                    f"Run {self.run} had no request for so long that its indices were given up. Begin another run.",
-                    code="run_gone",
-                    param="run",
-                )
+                return gone(self.run)
+            case b"refused":
+                return Refused(answer[1].decode())
             case b"unreadable":
                 return Unreadable(answer[1].decode())
         return self._link.fault()
@@ -335,6 +339,15 @@ def differs(run: str, keys: Sequence[str]) -> Busy:
         "Put them back, or begin another run (--new-run, or another name).",
         code="run_differs",
         retry_after=60,
+    )
+
+
+def gone(run: str) -> Gone:
+    """The refusal of a run that was idle for as long as runs are kept."""
+    return Gone(
+        f"Run {run} had no request for so long that its indices were given up. Begin another run.",
+        code="run_gone",
+        param="run",
     )
 
 

@@ -96,6 +96,10 @@ class Store(Protocol):
     def why_down(self, run: str) -> str | None:
         """Why no request of a run can get an index now; None: it can."""
 
+    @property
+    def warnings(self) -> list[str]:
+        """What may make it lose something, and be mended by whoever runs it."""
+
     async def run(self) -> None:
         """Whatever must go on while the process serves."""
 

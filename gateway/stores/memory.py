@@ -195,6 +195,11 @@ class MemoryStore:
         """It is never down."""
         return None
 
+    @property
+    def warnings(self) -> list[str]:
+        """It loses nothing."""
+        return []
+
     async def run(self) -> None:
         """It does nothing by itself."""
 

@@ -31,7 +31,7 @@ from gateway.settings import InvalidSettings, Settings
 from gateway.shared import deeds, scripts
 from gateway.shared.address import parse
 from gateway.shared.deeds import KINDS, Fate, scope_name, session_name
-from gateway.shared.link import Link
+from gateway.shared.link import KEEPS_ALL, Link
 from gateway.shared.part import BEATS, LostEnd, Memory, Part, Telling, Terms
 from gateway.stores import ScopeKey
 from gateway.tasks import start, stop
@@ -155,12 +155,24 @@ class RedisStore:
     def why_down(self, run: str) -> str | None:
         """Why requests of a run cannot be numbered now; None: they can."""
         if self.link.why_down is not None:
-            return f"the store does not answer: {self.link.why_down}"
+            return f"the store {self.link.why_down}"
         part = self._run(run).part
         if part.connection is not None:
             return None
         why_not = part.why_not
         return why_not.message if why_not is not None else "the store waits for what other gateways know"
+
+    @property
+    def warnings(self) -> list[str]:
+        link, told = self.link, []
+        if link.policy != KEEPS_ALL:
+            told.append(
+                "the store may throw keys of a run away, and not all of that is noticed: "
+                f"maxmemory-policy {link.policy}"
+            )
+        if link.evicted:
+            told.append(f"the store has thrown {link.evicted} keys away, maybe of a run")
+        return told
 
     # --- runs
     def restore(self, run: str, folder: Path, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -395,7 +407,7 @@ class SharedRun:
                 left = until - loop.time()
                 if left <= 0:
                     raise
-                # A server that refuses a call, for want of memory say, keeps the connection and would do so at once.
+                # A server that refuses this call alone keeps the connection, and would do so at once.
                 await asyncio.sleep(min(pause, left))
                 pause = min(2 * pause, POLL)
                 continue
@@ -611,7 +623,7 @@ class SharedRun:
             if answer.cancelled():
                 return
             if answer.exception() is not None:
-                # A server that refuses a call, for want of memory say, keeps the connection: nobody tells it again.
+                # A server that refuses this call alone keeps the connection: nobody tells it again.
                 asyncio.get_running_loop().call_later(POLL, self._owe, held)
                 return
             outcome = answer.result()[0]

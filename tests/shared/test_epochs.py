@@ -497,3 +497,27 @@ def test_whatever_a_store_forgets_it_is_told(story: list[tuple[object, ...]]) ->
                     await getattr(told, str(verb))(*words)
 
     asyncio.run(play())
+
+
+async def test_a_server_that_throws_away_what_was_released_has_forgotten_and_is_told_again() -> None:
+    async with RedisServer() as server:
+        one, two = (store(server.url, terms(lease=LEASE), strict=True) for _ in range(2))
+        async with one as one_kept, two as two_kept:
+            assert await numbered(one_kept, ME, ask("a")) == [0]
+            assert [claim.index for claim in await served(one_kept, ME, ask("b"), used=False)] == [1]
+            assert await numbered(two_kept, ME, ask("c")) == [2]
+            flying = await two_kept.claim(ME, ask("e"), 0.2)
+            await server.ask("DEL", "detgate:{run}:released")
+            await two_kept.complete(ME, flying.index)
+            await two_kept.settle(ME, flying.index, used=False)
+            (again,) = await served(two_kept, ME, ask("b"))
+            assert (again.index, again.epoch, again.flags) == (1, 1, ())
+            assert await numbered(one_kept, ME, ask("e"), ask("d")) == [flying.index, 4]
+
+
+async def test_gateways_notice_by_themselves_what_a_server_has_thrown_away() -> None:
+    async with RedisServer() as server, store(server.url, terms(lease=LEASE)) as kept:
+        assert [claim.index for claim in await served(kept, ME, ask("a"), used=False)] == [0]
+        await server.ask("DEL", "detgate:{run}:released")
+        await joined(kept, 1)
+        assert await server.ask("ZCARD", "detgate:{run}:released") == 2

@@ -211,10 +211,83 @@ async def test_a_store_that_refuses_to_write_is_asked_now_and_then_and_in_bounde
         with pytest.raises(StoreFault):
             await kept.claim(key, Ask("arrival", b"y" * 16), 1.0)
         assert 0.9 < loop.time() - since < 1.5
+        since = loop.time()
+        for _ in range(20):
+            with pytest.raises(StoreFault):
+                await kept.claim(key, Ask("arrival", b"y" * 16), 1.0)
+        assert loop.time() - since < 0.2
         assert await commands() - before < 500
+        assert (kept.why_down("r") or "").startswith("the store refuses what it is asked: OOM")
         await server.ask("CONFIG", "SET", "maxmemory", 0)
+        await until(lambda: kept.why_down("r") is None)
         assert (await kept.claim(key, Ask("arrival", b"y" * 16), 1.0)).index == 1
         await until(lambda: kept.owed == 0)
+
+
+async def test_while_its_scripts_are_refused_a_gateway_is_not_ready_and_is_again_when_they_are_run() -> None:
+    async with RedisServer() as server, FakeWorker() as worker, gateways(1, server.url, worker) as (gate,):
+        assert index(await ask(gate, "a")) == 0
+        await server.ask("CONFIG", "SET", "min-replicas-to-write", 1)
+        # Nobody asks anything: the gateway finds out by itself.
+        told = await ready(gate, 503, "the store refuses what it is asked: NOREPLICAS")
+        assert len(told["why"]) == 1
+        refused = await ask(gate, "b")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+        assert "(NOREPLICAS)" in refused.json()["error"]["message"]
+        await server.ask("CONFIG", "SET", "min-replicas-to-write", 0)
+        await ready(gate)
+        assert index(await ask(gate, "b")) == 1
+
+
+async def test_a_run_whose_keys_alone_are_refused_is_not_served_and_others_are() -> None:
+    async with RedisServer() as server, FakeWorker() as worker, gateways(1, server.url, worker) as (gate,):
+        assert index(await ask(gate, "a")) == 0
+        assert index(await ask(gate, "a", X_Detgate_Run="other")) == 0
+        keys = ("~detgate:{other}:*", "~detgate:server", "~detgate:trial")
+        await server.ask("ACL", "SETUSER", "default", "resetkeys", *keys)
+        await ready(gate, 503, "refuses what it is asked (NOPERM)")
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        refused = await ask(gate, "b")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+        assert loop.time() - since < SHORT["store"] / 2
+        assert index(await ask(gate, "b", X_Detgate_Run="other")) == 1
+        await server.ask("ACL", "SETUSER", "default", "allkeys")
+        await ready(gate)
+        assert index(await ask(gate, "b")) == 1
+
+
+async def test_keys_that_a_server_throws_away_are_told_of() -> None:
+    async with RedisServer() as server, FakeWorker() as worker, gateways(1, server.url, worker) as (gate,):
+        assert (await ready(gate))["warnings"] == []
+        await server.ask("CONFIG", "SET", "maxmemory-policy", "volatile-ttl")
+        for number in range(100):
+            await server.ask("SET", f"tenant:{number}", b"x" * 10_000, "EX", 10)
+        used = (await server.ask("INFO", "memory")).partition(b"used_memory:")[2].split()[0]
+        await server.ask("CONFIG", "SET", "maxmemory", int(used) - 100_000)
+        link = gate.gateway._store.link  # type: ignore[attr-defined]
+        await until(lambda: link.evicted > 0)
+        assert "maybe of a run" in str((await ready(gate))["warnings"])
+        link._wire.drop("the test wants it")
+        await until(lambda: link.generation == 2)
+        assert "maxmemory-policy volatile-ttl" in str((await ready(gate))["warnings"])
+
+
+async def test_the_user_of_the_guide_may_all_that_a_gateway_does() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "how-to" / "redis.md"
+    words = next(line for line in guide.read_text().splitlines() if line.startswith("ACL SETUSER")).split()
+    async with RedisServer() as server, FakeWorker() as worker:
+        await server.ask(*words)
+        url = server.url.replace("//", "//gateway:password@")
+        async with gateways(2, url, worker, sessions={"weights": "hold"}) as (one, two):
+            assert [index(await ask(gate, "a")) for gate in (one, two)] == [0, 1]
+            made = (await one.http.post("/sessions", json={"identity": "e"})).json()
+            key = {"Authorization": f"Bearer {made['api_key']}"}
+            assert (await two.http.post(CHAT, json=chat("x"), headers=key)).status_code == 200
+            assert (await two.http.post("/admin/weights", json={"version": "w1"})).status_code == 200
+            assert (await one.http.delete("/sessions/e")).status_code == 200
+        denied = [entry[entry.index(b"object") + 1] for entry in await server.ask("ACL", "LOG")]
+        assert denied == []
 
 
 async def test_settings_that_decide_are_kept_with_the_run() -> None:
@@ -238,22 +311,63 @@ async def test_a_run_is_joined_and_goes_on_where_it_was() -> None:
             assert index(await ask(two, "b", X_Detgate_Run="other")) == 0
 
 
+async def ends(server: RedisServer) -> dict[str, int]:
+    """When each key of the run ends, but for the word that it is over."""
+    keys = [name.decode() for name in await server.ask("KEYS", "detgate:{r}:*")]
+    told = {name.removeprefix("detgate:{r}:"): await server.ask("PEXPIRETIME", name) for name in keys}
+    assert told.pop("over") > max(told.values())
+    return told
+
+
+async def test_all_keys_of_a_run_end_together_whatever_its_sessions_do() -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        async with gateways(1, server.url, worker, timeouts=SHORT | {"run": 60.0}) as (gate,):
+            assert index(await ask(gate)) == 0
+            made = (await gate.http.post("/sessions", json={"identity": "e"})).json()
+            key = {"Authorization": f"Bearer {made['api_key']}"}
+            assert (await gate.http.post(CHAT, json=chat("x"), headers=key)).status_code == 200
+            assert (await gate.http.post("/rl/set_reward", json={"reward": 1.0}, headers=key)).status_code == 200
+            first = await ends(server)
+            assert {"state", "released", "sessions:all", "sessions:about", "sessions:idle"} <= first.keys()
+            assert len(set(first.values())) == 1, first
+
+            sessions: Any = gate.gateway.sessions
+            sessions._touch(sessions._sessions["r", "e"])
+            await sessions._sweep("r", 100)
+            await sessions.prepared("r", b"sk-other")
+            assert await ends(server) == first
+
+            await server.ask("HSET", "detgate:{r}:state", "@until", 1)  # as if much time had passed
+            assert (await gate.http.post("/sessions", json={"identity": "f"})).status_code == 201
+            second = await ends(server)
+            about_all = {name: end for name, end in second.items() if not name.startswith("session:")}
+            assert len(set(about_all.values())) == 1
+            assert second["state"] > first["state"]
+
+
 async def test_a_run_that_was_idle_for_too_long_is_gone() -> None:
     async with RedisServer() as server, FakeWorker() as worker:
         async with gateways(1, server.url, worker, timeouts=SHORT | {"run": 60.0}) as (gate,):
             assert index(await ask(gate)) == 0
-            keys = [name for name in await server.ask("KEYS", "detgate:{r}:*") if b":sessions:" not in name]
-            lives = {name: await server.ask("PTTL", name) for name in keys}
-            over = lives.pop(b"detgate:{r}:over")
-            assert all(0 < life <= 60_000 for life in lives.values()), lives
-            assert over > 60_000
-            for name in lives:  # as if that time had passed
-                await server.ask("DEL", name)
+            made = (await gate.http.post("/sessions", json={"identity": "e"})).json()
+            for name in await ends(server):  # as if that time had passed
+                await server.ask("DEL", "detgate:{r}:" + name)
             await server.ask("SET", "detgate:{r}:over", 1)
             answer = await ask(gate)
             assert (answer.status_code, answer.json()["error"]["code"]) == (410, "run_gone")
             assert answer.headers["x-should-retry"] == "false"
+            for again in ("e", "f"):
+                answer = await gate.http.post("/sessions", json={"identity": again})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (410, "run_gone")
+            key = {"Authorization": f"Bearer {made['api_key']}"}
+            assert (await gate.http.post(CHAT, json=chat("x"), headers=key)).status_code == 410
+            assert await server.ask("KEYS", "detgate:{r}:*") == [b"detgate:{r}:over"]
             await ready(gate, 503, "had no request for so long")
+        given: dict[str, Any] = {"run": "r", "state": server.url, "timeouts": SHORT}
+        async with gateway(pool("policy", worker.url), **given) as late:
+            await ready(late, 503, "had no request for so long")
+            answer = await late.http.post("/sessions", json={"identity": "g"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (410, "run_gone")
 
 
 async def test_what_a_dead_gateway_had_in_flight_is_released_by_whoever_notices() -> None:

@@ -17,6 +17,7 @@ from gateway.shared.address import parse
 from gateway.shared.link import Link, Script
 from tests import ports
 from tests.redis_server import Front, RedisServer, linked
+from tests.waiting import until
 
 ECHO = Script("return ARGV[1]")
 COUNT = Script("return redis.call('INCR', KEYS[1])")
@@ -105,6 +106,135 @@ async def test_an_outage_is_two_lines_in_the_log() -> None:
                 await server.start()
                 await up(link)
         assert [line["event"] for line in lines] == ["the store does not answer", "the store answers again"]
+
+
+REFUSE: dict[str, tuple[list[Any], list[Any]]] = {
+    "OOM": (["CONFIG", "SET", "maxmemory", 1], ["CONFIG", "SET", "maxmemory", 0]),
+    "NOREPLICAS": (["CONFIG", "SET", "min-replicas-to-write", 1], ["CONFIG", "SET", "min-replicas-to-write", 0]),
+    "READONLY": (["REPLICAOF", "127.0.0.1", 1], ["REPLICAOF", "NO", "ONE"]),
+    "NOPERM": (["ACL", "SETUSER", "default", "-evalsha"], ["ACL", "SETUSER", "default", "+@all"]),
+    "NOPERM of keys": (["ACL", "SETUSER", "default", "resetkeys"], ["ACL", "SETUSER", "default", "allkeys"]),
+    "ERR of a command": (["ACL", "SETUSER", "default", "-zadd"], ["ACL", "SETUSER", "default", "+@all"]),
+    "ERR of messages": (["ACL", "SETUSER", "default", "resetchannels"], ["ACL", "SETUSER", "default", "allchannels"]),
+}
+WRITE = Script("return redis.call('ZADD', KEYS[1], ARGV[1], 'x') + redis.call('PUBLISH', KEYS[1], '')")
+
+
+@pytest.mark.parametrize("kind", REFUSE)
+async def test_a_server_that_refuses_scripts_is_down_says_why_and_is_up_when_it_runs_them(kind: str) -> None:
+    begin, end = REFUSE[kind]
+    word = kind.split()[0]
+
+    async def connections() -> int:
+        _, _, told = (await server.ask("INFO", "stats")).partition(b"total_connections_received:")
+        return int(told.split()[0])
+
+    async with RedisServer() as server:
+        with structlog.testing.capture_logs() as lines:
+            async with linked(server.url, 0.3) as link:
+                loop = asyncio.get_running_loop()
+                await link.call(WRITE, ("z",), (1,))
+                await server.ask(*begin)
+                before = await connections()
+                with pytest.raises(StoreFault, match=rf"refuses what it is asked \({word}\)"):
+                    await link.call(WRITE, ("z",), (2,))
+                assert (link.why_down or "").startswith(f"refuses what it is asked: {word} ")
+                with pytest.raises(StoreFault):
+                    await link.call(WRITE, ("z",), (2,))
+                since = loop.time()
+                for _ in range(50):
+                    with pytest.raises(StoreFault):
+                        await link.call(WRITE, ("z",), (2,))
+                assert loop.time() - since < 0.2
+                assert await connections() - before < 10
+                await server.ask(*end)
+                await up(link)
+                assert await link.call(WRITE, ("z",), (2,)) == 0
+        assert [line["event"] for line in lines] == ["the store refuses what it is asked", "the store answers again"]
+        assert lines[0]["why"].startswith(word)
+        assert "script" not in lines[0]["why"].partition("executing the script")[2]
+
+
+async def test_a_server_that_lets_writes_wait_is_down_until_it_runs_them() -> None:
+    async with RedisServer() as server:
+        with structlog.testing.capture_logs() as lines:
+            async with linked(server.url, 0.3) as link:
+                await link.call(WRITE, ("z",), (1,))
+                await server.ask("CLIENT", "PAUSE", 60_000, "WRITE")
+                for _ in range(5):
+                    with pytest.raises(StoreFault, match="does not answer"):
+                        await link.call(WRITE, ("z",), (2,))
+                assert await server.ask("PING") == b"PONG"
+                assert link.generation == 1
+                await server.ask("CLIENT", "UNPAUSE")
+                await up(link)
+                assert await link.call(WRITE, ("z",), (2,)) == 0
+        assert [line["event"] for line in lines] == ["the store does not answer", "the store answers again"]
+
+
+async def test_an_end_is_logged_when_scripts_are_run_and_not_when_a_server_greets() -> None:
+    """A server that loads its data greets, and a former primary does."""
+    async with RedisServer("--key-load-delay", "2000", "--loading-process-events-interval-bytes", "1024") as server:
+        await server.ask("EVAL", "for i = 1, 500 do redis.call('SET', i, string.rep('x', 100)) end", 0)
+        await server.ask("SAVE")
+        with structlog.testing.capture_logs() as lines:
+            async with linked(server.url, 0.3) as link:
+                await link.call(ECHO, (), ("x",))
+                server.kill()
+                starting = asyncio.create_task(server.start())
+                await until(lambda: "LOADING" in (link.why_down or ""))
+                await starting
+                await up(link, 2)
+        assert [line["event"] for line in lines] == ["the store does not answer", "the store answers again"]
+
+
+async def test_a_call_that_is_refused_alone_breaks_no_other_even_where_it_is_about_messages() -> None:
+    user = ("--user", "gate", "on", ">word", "~detgate:*", "~z", "resetchannels", "&detgate:*", "&z", "+@all")
+    async with RedisServer(*user) as server, linked(f"redis://gate:word@127.0.0.1:{server.port}") as link:
+        await link.call(ECHO, (), ("x",))
+        link.subscribe(b"not mine", lambda _: None)
+        refused, *others = await asyncio.gather(
+            link.call(WRITE, ("not mine",), (1,)),
+            *(link.call(ECHO, (), (str(number),)) for number in range(20)),
+            return_exceptions=True,
+        )
+        assert isinstance(refused, StoreFault)
+        assert "refuses what it is asked (NOPERM)" in refused.message
+        assert others == [b"%d" % number for number in range(20)]
+        assert (link.generation, link.why_down) == (1, None)
+
+
+async def test_a_server_that_may_throw_keys_away_is_warned_of_once() -> None:
+    async with RedisServer("--maxmemory-policy", "allkeys-lru") as server, Front(server.port) as front:
+        with structlog.testing.capture_logs() as lines:
+            async with linked(front.url) as link:
+                for generation in (1, 2):
+                    await up(link, generation)
+                    assert link.policy == "allkeys-lru"
+                    front.cut()
+                await up(link, 3)
+                await server.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
+                front.cut()
+                await up(link, 4)
+                assert link.policy == "noeviction"
+        warned = [line for line in lines if line["event"] == "the store may throw keys of a run away"]
+        assert [(line["policy"], line["log_level"]) for line in warned] == [("allkeys-lru", "warning")]
+
+
+async def test_what_a_server_refuses_is_told_without_the_words_that_it_was_sent() -> None:
+    async def old(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(65536)
+        writer.write(b"-ERR unknown command `HELLO`, with args beginning with: `3`, `AUTH`, `default`, `s-open`, \r\n")
+        writer.close()
+
+    server = await asyncio.start_server(old, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with structlog.testing.capture_logs() as lines:
+        async with server, linked(f"redis://:s-open@127.0.0.1:{port}", 0.3) as link:
+            with pytest.raises(StoreFault):
+                await link.call(ECHO, (), ("x",))
+            assert link.why_down == "refuses what it is asked: ERR unknown command `HELLO`"
+    assert "s-open" not in str(lines)
 
 
 async def test_a_script_that_fails_fails_its_call_alone() -> None:

@@ -35,7 +35,7 @@ BUGS: dict[str, Apply] = {}
 
 CAUGHT = {
     "get-then-set": 1,
-    "no-epoch": 32,
+    "no-epoch": 33,
     "claimed-before-the-body-was-read": 1,
     "settled-without-release": 1,
     "released-though-delivered": 1,
@@ -48,11 +48,11 @@ CAUGHT = {
     "an-end-of-the-dead-is-told-once": 68,
     "delivered-without-the-store": 0,
     "a-released-index-is-delivered": 6,
-    "a-refused-end-is-not-told-again": 13,
+    "a-refused-end-is-not-told-again": 262,
     "a-place-is-kept-on-cancel": 1,
-    "a-lease-without-fencing": 161,
+    "a-lease-without-fencing": 38,
     "a-wake-up-is-lost": 1,
-    "an-abort-is-not-awaited": 10,
+    "an-abort-is-not-awaited": 1,
     "in-the-queue-and-in-the-lane": 9,
     "a-load-leaks-on-a-break": 4,
     "a-seed-of-the-process": 1,

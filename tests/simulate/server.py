@@ -143,6 +143,8 @@ class Server:
         self.former = "0" * 40 if before is None else before.replid
         info = {
             "server": f"redis_version:7.2.0\r\nrun_id:{self.run_id}\r\n",
+            "memory": "maxmemory_policy:noeviction\r\n",
+            "stats": "evicted_keys:0\r\n",
             "replication": f"role:master\r\nmaster_replid:{self.replid}\r\nmaster_replid2:{self.former}\r\n",
         }
         self.keyspace = Keyspace(clock, self._publish, info)

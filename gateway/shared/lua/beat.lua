@@ -5,7 +5,7 @@
 -- be gone by then, another is told.
 local gateway, connection, lease = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local got = call('HMGET', H, '@server', '@g' .. gateway)
-if got[2] ~= connection or not is_server(got[1]) then
+if got[2] ~= connection or not is_server(got[1]) or is_torn() then
     return {'away'}
 end
 local TOLD_AT_ONCE = 500
@@ -42,4 +42,8 @@ for each = 1, #kept, 2 do
         told[#told + 1] = lost
     end
 end
-return {'here', call('ZRANGE', beats, 0, -1), left, told, number_of(call('HGET', PREFIX .. 'changes', 'number'))}
+-- The last: how many keys the server has thrown away since it was started.
+return {
+    'here', call('ZRANGE', beats, 0, -1), left, told, number_of(call('HGET', PREFIX .. 'changes', 'number')),
+    number_of(string.match(call('INFO', 'stats'), 'evicted_keys:(%d+)')),
+}

@@ -9,7 +9,7 @@ local exclusive, waited, final, strict = mode % 2 > 0, mode % 4 > 1, mode % 8 > 
 number = tonumber(number)
 
 local got = call('HMGET', H, '@server', '@g' .. gateway, '@until', '@epoch', session, name)
-if got[2] ~= connection or not is_server(got[1]) then
+if got[2] ~= connection or not is_server(got[1]) or is_torn() then
     return {'away'}
 end
 open(name, got[6])
@@ -129,10 +129,7 @@ end
 if key ~= '' and not keyed then
     put(session .. 'k' .. key, name .. written(index) .. '|' .. content)
 end
-local now = now_ms()
-if number_of(got[3]) < now + retention - math.min(retention / 100, 3600000) then
-    keep_until(now + retention, retention)
-end
+prolong(got[3], retention)
 head.kind = kind
 write_live(index, live)
 write_claim(token, false, index, about)

@@ -42,6 +42,16 @@ local function is_server(kept)
     return true
 end
 
+-- Whether the server has thrown away what was released, of which an empty member is always there. Then the run is forgotten
+-- whole, and is told again: part of it would be taken for all.
+local function is_torn()
+    if call('ZSCORE', R, '') then
+        return false
+    end
+    call('DEL', H)
+    return true
+end
+
 local function now_ms()
     local time = call('TIME')
     return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -54,7 +64,9 @@ local function keep_until(time, retention)
     call('PEXPIREAT', H, at)
     call('PEXPIREAT', R, at)
     for _, key in ipairs({
-        'beats', 'gone', 'ends', 'missing', 'awaited', 'changes', 'changes:list', 'changes:heard', 'changes:removed'
+        'beats', 'gone', 'ends', 'missing', 'awaited', 'changes', 'changes:list', 'changes:heard', 'changes:removed',
+        'sessions:about', 'sessions:events', 'sessions:all', 'sessions:ended', 'sessions:order', 'sessions:keys',
+        'sessions:groups', 'sessions:ordinals', 'sessions:idle', 'sessions:trouble'
     }) do
         call('PEXPIREAT', PREFIX .. key, at)
     end
@@ -66,6 +78,20 @@ end
 
 local function number_of(text)
     return tonumber(text) or 0
+end
+
+-- The run is used: it ends `retention` from now, or a little before. `ends`: when it does so far.
+local function prolong(ends, retention)
+    local now = now_ms()
+    if number_of(ends) < now + retention - math.min(retention / 100, 3600000) then
+        keep_until(now + retention, retention)
+    end
+end
+
+-- Whether the run was idle for as long as runs are kept.
+local function is_over()
+    local over = call('EXISTS', H) == 0 and call('GET', PREFIX .. 'over')
+    return over and tonumber(over) <= now_ms()
 end
 
 -- --- one counter

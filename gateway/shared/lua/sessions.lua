@@ -1,10 +1,9 @@
 -- The sessions of one run that were created, and what became of them: one order of events for all gateways.
 --
--- KEYS[1]  what every key of the run begins with; KEYS[2] the state of its indices (rule.lua)
 -- ARGV     operation, a name for this memory if it has none, the number of the last event that the caller knows,
---          milliseconds for which all of it is kept, most sessions that are open, then what the operation takes
+--          milliseconds for which a run is kept, most sessions that are open, then what the operation takes
 --
--- Gives the memory's name, the number of the last event, the events since the caller's (number, text …) or nothing
+-- All of it ends with the run. Gives over where that has ended; else the memory's name, the number of the last event, the events since the caller's (number, text …) or nothing
 -- where they are kept no more, and then what the operation gives.
 --
 -- sessions:about    hash: memory, number of the last event, open sessions
@@ -21,26 +20,28 @@
 -- session:{id}:rewards  hash: identity, NUL, index → reward
 -- session:{id}:held, group:{id}:held  hash: pool → the version of the weights that was met first
 
-local root, state = KEYS[1], KEYS[2]
 local operation, memory, last = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local kept, limit = tonumber(ARGV[4]), tonumber(ARGV[5])
 local FIRST = 6
 local EVENTS, RECENT = 10000, 64
-local call = redis.call
 local json = cjson.encode
+local root, now = PREFIX, now_ms()
 
-local time = call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+if is_over() then
+    return { 'over' }
+end
 
 local ABOUT, STREAM = root .. 'sessions:about', root .. 'sessions:events'
 local ALL, ENDED, ORDER = root .. 'sessions:all', root .. 'sessions:ended', root .. 'sessions:order'
 local HOLDERS, GROUPS, ORDINALS = root .. 'sessions:keys', root .. 'sessions:groups', root .. 'sessions:ordinals'
 local IDLE, TROUBLE = root .. 'sessions:idle', root .. 'sessions:trouble'
 
-call('HSETNX', ABOUT, 'memory', memory)
--- Where nothing has happened yet it stays as long as somebody asks; later it ends with all the other keys.
-if call('HLEN', ABOUT) == 1 and call('PTTL', ABOUT) < kept / 2 then
-    call('PEXPIRE', ABOUT, kept)
+-- Before anybody takes part in a run it has no end: what is kept of it then stays as long as somebody asks.
+local known_end = call('HGET', H, '@until')
+local ends = known_end or written(now + kept)
+
+if call('HSETNX', ABOUT, 'memory', memory) == 1 or (not known_end and call('PTTL', ABOUT) < kept / 2) then
+    call('PEXPIREAT', ABOUT, ends)
 end
 
 local function detail(session, part)
@@ -63,7 +64,7 @@ end
 
 local function keep()
     for _, key in ipairs({ ABOUT, STREAM, ALL, ENDED, ORDER, HOLDERS, GROUPS, ORDINALS, IDLE, TROUBLE }) do
-        call('PEXPIRE', key, kept)
+        call('PEXPIREAT', key, ends)
     end
 end
 
@@ -152,13 +153,17 @@ function operations.create()
             local session = numbered(ARGV[sessions + 3 * member], ordinal)
             local name = ARGV[names + (ordinal - first) * size + member]
             if call('HEXISTS', ALL, session) == 1 or call('HEXISTS', ENDED, session) == 1
-                or call('HEXISTS', state, name) == 1 then
+                or call('HEXISTS', H, name) == 1 then
                 free = false
             end
         end
         if free then
             if holder then
                 ARGV[sessions + 1] = wanted
+            end
+            if known_end then
+                prolong(known_end, kept)
+                ends = call('HGET', H, '@until')
             end
             create(ordinal, group, sessions, size)
             return { 'created', ordinal, holder and 1 or 0 }
@@ -215,7 +220,7 @@ function operations.hold()
         local what = '"pool":' .. json(pool) .. ',"version":' .. json(version)
         tell('{"event":"held","session":' .. json(session) .. ',' .. what .. '}')
     end
-    call('PEXPIRE', held, kept)
+    call('PEXPIREAT', held, ends)
     return {}
 end
 
@@ -237,10 +242,7 @@ function operations.left()
     end
     if trouble ~= '' then
         call('HSET', TROUBLE, session, trouble)
-        local left = call('PTTL', ALL)
-        if left > 0 then
-            call('PEXPIRE', TROUBLE, left)
-        end
+        call('PEXPIREAT', TROUBLE, ends)
     else
         call('HDEL', TROUBLE, session)
     end
@@ -266,7 +268,7 @@ function operations.left()
     if answer ~= '' then
         call('HSET', recent, 'a:' .. answer, number)
     end
-    call('PEXPIRE', recent, kept)
+    call('PEXPIREAT', recent, ends)
     return {}
 end
 
@@ -354,7 +356,7 @@ function operations.reward()
         return { 'large' }
     end
     call('HSET', rewards, place, reward)
-    call('PEXPIRE', rewards, kept)
+    call('PEXPIREAT', rewards, ends)
     call('ZADD', IDLE, 'XX', now, session)
     return { 'done', identity, index, before, call('HVALS', rewards) }
 end
@@ -370,7 +372,7 @@ function operations.sweep()
     for _, session in ipairs(due) do
         finish(session, why)
     end
-    if #due > 0 or opened() > 0 then
+    if #due > 0 then
         keep()
     end
     return due

@@ -19,6 +19,7 @@ local first_peer = 11
 
 local now = now_ms()
 local awaited, gone, missing, beats = PREFIX .. 'awaited', PREFIX .. 'gone', PREFIX .. 'missing', PREFIX .. 'beats'
+is_torn()
 local got = call(
     'HMGET', H, '@server', '@epoch', '@memory', '@phase', '@deciding', '@g' .. gateway, '@q' .. gateway
 )
@@ -30,11 +31,8 @@ end
 if got[6] and tonumber(string.match(got[6], '^%d+')) > tonumber(connection) then
     return {'behind'}
 end
-if not got[1] then
-    local over = call('GET', PREFIX .. 'over')
-    if over and tonumber(over) <= now then
-        return {'over'}
-    end
+if is_over() then
+    return {'over'}
 end
 
 local function await(other)
@@ -55,7 +53,7 @@ if not same or (knows and known_memory ~= memory and not phase and known >= epoc
     end
     call('HSET', H, '@server', here, '@process', process(), '@epoch', epoch, '@memory', memory, '@deciding', deciding)
     if new then
-        call('DEL', R)
+        call('DEL', R, C)
     end
     call('ZADD', R, 0, '')
     call('DEL', awaited)
