@@ -20,6 +20,7 @@ class Joint:
 
     def __init__(self, settings: Settings, store: RedisStore, fleet: Fleet, telemetry: Telemetry) -> None:
         timeouts = settings.timeouts
+        store.fenced = telemetry.fenced.add
         self.sessions = JointSessions(settings, store, store.link, timeouts.run)
         self._lanes: list[JointLanes] = []
         for pool in fleet:

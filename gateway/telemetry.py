@@ -117,6 +117,7 @@ class Telemetry:
             "detgate_reasons", "Answers whose promise did not hold whole, by each reason.", ("reason",)
         )
         self.store_errors = Counter("detgate_store_errors", "Calls to the store that failed.")
+        self.fenced = Counter("detgate_fenced_sessions", "Sessions of which an index was found to be given twice.")
         self.ledger_errors = Counter("detgate_ledger_errors", "Records that could not be written.")
         self.takeovers = Counter(
             "detgate_lane_takeovers", "Places in lanes that were taken over from a gateway that has gone.", ("pool",)

@@ -94,6 +94,8 @@ class Diff:
     bins_downstream: list[int] = field(default_factory=lambda: [0] * BINS)
     skipped: int = 0
     """Requests that were left out, as it was asked."""
+    fenced: tuple[int, int] = (0, 0)
+    """Sessions of A and of B of which an index was found to be given twice."""
     torn: tuple[int, int] = (0, 0)
     """Lines of A and of B that are no record."""
 
@@ -155,6 +157,7 @@ class _Walk:
             for mine, theirs in _aligned(_claims(self._a), _claims(self._b)):
                 self._meet(mine, theirs)
             self._flush()
+        self._diff.fenced = (len(self._a.fenced), len(self._b.fenced))
         self._diff.torn = (self._a.torn, self._b.torn)
         self._watch("walk", self._diff.compared)
         return self._diff

@@ -31,6 +31,7 @@ def as_json(diff: Diff) -> dict[str, Any]:
         "first_answer": _as_json(diff.first_answer),
         "sessions": {"compared": diff.sessions, "in_both": diff.shared_sessions, "different": diff.diverged_sessions},
         "skipped": diff.skipped,
+        "fenced": {"a": diff.fenced[0], "b": diff.fenced[1]},
         "torn": {"a": diff.torn[0], "b": diff.torn[1]},
         "a": diff.a.name,
         "b": diff.b.name,
@@ -47,7 +48,11 @@ def show(diff: Diff, console: Console) -> None:
         console.print(f"[bold green]equal[/]: {diff.compared:,} requests, {diff.sessions:,} sessions", highlight=False)
     else:
         console.print(Group(*_found(diff)), highlight=False)
-    for side, torn in zip("AB", diff.torn, strict=True):
+    for side, torn, fenced in zip("AB", diff.torn, diff.fenced, strict=True):
+        if fenced:
+            console.print(
+                f"[yellow]{side} has {fenced} sessions with an index that was given twice[/]", highlight=False
+            )
         if torn:
             console.print(f"[yellow]{side} has {torn} lines that are no record[/]", highlight=False)
     if diff.skipped:

@@ -27,6 +27,7 @@ class _Read(NamedTuple):
 
     runs: set[str]
     seeds: dict[str, int]
+    fenced: set[str]
     torn: int
     last: Place | None
     claims: int
@@ -83,8 +84,8 @@ def _together(a: Source, b: Source, file: Path, line: Connection, watch: Watch) 
             watch(sum(come))
         if isinstance(told, Unusable):
             raise told
-        runs, seeds, torn, last, claims, placed = told
-        return mine, Requests(b, Sorter.of(file, placed, claims), runs, seeds, torn, last)
+        runs, seeds, fenced, torn, last, claims, placed = told
+        return mine, Requests(b, Sorter.of(file, placed, claims), runs, seeds, fenced, torn, last)
     except BaseException:
         mine.sorter.close()
         raise
@@ -99,4 +100,5 @@ def _read(source: Source, file: Path, line: Connection) -> None:
     except Unusable as unusable:
         send(unusable)
     else:
-        send(_Read(found.runs, found.seeds, found.torn, found.last, len(found), found.sorter.put_aside()))
+        sorted = found.sorter.put_aside()
+        send(_Read(found.runs, found.seeds, found.fenced, found.torn, found.last, len(found), sorted))

@@ -32,6 +32,7 @@ KEPT = 100
 
 GAPS = "the ledger has gaps"
 SEVERAL = "several gateways recorded at once, so the order of claims is not known"
+TWICE = "the store forgot, and an index of its session was given twice"
 LOST = "an earlier one of its counter is another now"
 WAITED = "a repeat whose turn depends on when it waited"
 NO_SEED = "no run.json beside the records, so the master seed is not known"
@@ -101,6 +102,8 @@ class _Run:
     def __init__(self, source: Source) -> None:
         self.found = Replayed(source.name)
         self.gaps = False
+        self._twice: set[str] = set()
+        """Sessions of which an index was found to be given twice."""
         self._deciding = source.deciding
         self._seeds: dict[str, int] = {}
         self._writers = [writer_of(file) for file in source.files]
@@ -125,6 +128,8 @@ class _Run:
                 self._seeds[record["session"]] = record["seed"]
             case "gap":
                 self.gaps = True
+            case "fenced":
+                self._twice.add(record["session"])
             case "fleet":
                 self._fleet(place, record)
 
@@ -307,7 +312,12 @@ class _Run:
                 self.found.pass_over("index", why)
             return
         sessions = groupby(map(_unpacked, self._events), key=lambda event: event[0])
-        for _, events in sessions:
+        for name, events in sessions:
+            if name in self._twice:
+                for *_, (what, *_) in events:
+                    if what == "opened":
+                        self.found.pass_over("index", TWICE)
+                continue
             session = Session()
             for identity, own in groupby(events, key=lambda event: event[1]):
                 self._counter(Scope(identity, session), (event for *_, event in own))

@@ -129,6 +129,8 @@ class Requests:
     runs: set[str] = field(default_factory=set)
     seeds: dict[str, int] = field(default_factory=dict)
     """Session → its own master seed."""
+    fenced: set[str] = field(default_factory=set)
+    """Sessions of which an index was found to be given twice."""
     torn: int = 0
     last: Place | None = None
     _open: dict[tuple[str, str, int], list[_Open]] = field(default_factory=dict)
@@ -177,6 +179,8 @@ class Requests:
                     break
         elif event == "session" and record.get("seed") is not None:
             self.seeds[record["session"]] = record["seed"]
+        elif event == "fenced":
+            self.fenced.add(record["session"])
         elif event is None and "identity" in record and "index" in record:
             self._know(record)
             self._add(_Open(place, record, 0), place if record.get("outcome") else None, record)

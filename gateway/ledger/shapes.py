@@ -139,6 +139,7 @@ _FIELDS: dict[str, dict[str, Fits]] = {
     "waited": {"session": _text, "identity": _text, "digest": _hex, "asked": _asked, "repeat": _count},
     "complete": _REQUEST,
     "closed": {**_REQUEST, "used": _flag},
+    "fenced": _REQUEST,
     "session": {
         "session": _text,
         "identity": _text,

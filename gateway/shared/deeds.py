@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -19,6 +19,9 @@ from gateway.shared.part import Deed, Memory, Telling
 log = structlog.get_logger("detgate.store")
 
 MEMORY = "store.json"
+
+GATEWAYS = "gateways.txt"
+"""All that were known to take part, those of other folders too: a line each."""
 
 KINDS = {"arrival": "a", "content": "c", "client": "n"}
 """Orders as the scripts write them."""
@@ -50,6 +53,8 @@ class Fate:
     """Its claims were not all of one request and its retries."""
     raced: bool = False
     used: bool = False
+    twice: bool = False
+    """Another request was found to have it too."""
     tokens: list[str] = field(default_factory=list)
     """Live claims, each with `o`, or `e` where its answer has ended."""
     open: dict[str | None, int] = field(default_factory=dict)
@@ -63,7 +68,7 @@ class Fate:
         self.repeat = max(self.repeat, repeat)
 
     def deed(self) -> Deed:
-        stands = "m" if self.used and self.many else "u" if self.used else "r"
+        stands = "x" if self.twice else "m" if self.used and self.many else "u" if self.used else "r"
         return (
             scope_name(self.session, self.identity),
             session_name(self.session),
@@ -92,6 +97,10 @@ def told(folder: Path, gateway: str, live: Live) -> Telling:
     fates: dict[tuple[str, str, int], Fate] = {}
     gateways: set[str] = set()
     for owner, record in _records(folder):
+        if record["event"] == "gateway":
+            if isinstance(record.get("gateway"), str):
+                gateways.add(record["gateway"])
+            continue
         place = (record["session"], record["identity"], record["index"])
         fate = fates.get(place) or fates.setdefault(place, Fate(*place))
         if record["event"] == "opened":
@@ -105,6 +114,8 @@ def told(folder: Path, gateway: str, live: Live) -> Telling:
                 gateways.add(whose)
         elif record["event"] == "complete":
             fate.used = True
+        elif record["event"] == "fenced":
+            fate.twice = True
         else:
             whose = record.get("gateway", owner)
             if fate.open.get(whose):
@@ -123,8 +134,11 @@ def told(folder: Path, gateway: str, live: Live) -> Telling:
     return Telling(deeds, sorted(gateways - alive - {gateway}))
 
 
+_TOLD = ("gateway", "opened", "complete", "closed", "fenced")
+
+
 def _records(folder: Path) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """Every claim and end, and which gateway wrote it. What another process is just writing is passed over."""
+    """All that there is to tell, and which gateway wrote it. What another process is just writing is passed over."""
     for file in sorted(folder.glob("*.jsonl")):
         owner = None
         with file.open("rb") as segment:
@@ -133,7 +147,7 @@ def _records(folder: Path) -> Iterator[tuple[str | None, dict[str, Any]]]:
                     record = orjson.loads(line)
                 except orjson.JSONDecodeError:
                     continue
-                if isinstance(record, dict) and record.get("event") in ("opened", "complete", "closed"):
+                if isinstance(record, dict) and record.get("event") in _TOLD:
                     if (why := wrong(record)) is not None:
                         raise unsound(f"{file}, line {number}", why)
                     if record["event"] == "opened":
@@ -160,6 +174,24 @@ def remember(folder: Path, gateway: str, memory: Memory) -> None:
         partial.replace(folder / MEMORY)
     except OSError as error:
         log.error("the epoch cannot be kept", file=str(folder / MEMORY), why=error.strerror)
+
+
+def met(folder: Path, gateways: Iterable[str]) -> None:
+    """Keep in mind that these take part, or did: who goes on from this folder must know whose deeds it cannot tell."""
+    try:
+        with (folder / GATEWAYS).open("a", encoding="utf-8") as file:
+            file.write("".join(f"{gateway}\n" for gateway in gateways))
+    except OSError as error:
+        log.error("the gateways of a run cannot be kept", file=str(folder / GATEWAYS), why=error.strerror)
+
+
+def known(folder: Path) -> list[str]:
+    """All that those who served the run from this folder knew to take part."""
+    try:
+        lines = (folder / GATEWAYS).read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError):
+        return []
+    return [line.rstrip() for line in lines if line.endswith("\n")]
 
 
 # --- who lives beside this gateway: each holds a lock on a file of its name

@@ -42,7 +42,7 @@ TOGETHER = 100
 BEATS = 10
 """How often a gateway shows that it lives, within the time after which it counts as gone."""
 
-MOST_PEERS = 1000
+MOST_PEERS = 10_000
 """Gateways of a run that are kept in mind, the latest."""
 
 
@@ -80,6 +80,8 @@ class LostEnd(NamedTuple):
     place: int
     """Its index."""
     used: bool
+    twice: bool = False
+    """No claim has ended: the index was found to be another's too, and its session is fenced."""
 
 
 class Deeds(Protocol):
@@ -97,6 +99,9 @@ class Deeds(Protocol):
     def lost(self, ends: Sequence[LostEnd]) -> bool:
         """Others are gone, and their claims were ended. Whether that is written down: else it is told again."""
 
+    def met(self, gateways: Sequence[str]) -> None:
+        """These take part, or did. Whoever tells of this gateway's deeds once it is gone must know."""
+
 
 class Follower(Protocol):
     """Follows the changes of a run (`gateway.shared.series`)."""
@@ -111,12 +116,15 @@ class Follower(Protocol):
 class Part:
     """Whether and how this gateway takes part."""
 
-    def __init__(self, link: Link, run: str, terms: Terms, deeds: Deeds, memory: Memory | None = None) -> None:
+    def __init__(
+        self, link: Link, run: str, terms: Terms, deeds: Deeds, memory: Memory | None = None, peers: Iterable[str] = ()
+    ) -> None:
+        """`memory` and `peers`: what those knew for whom it tells."""
         self.run = run
         self.memory = memory or Memory()
         self.connection: bytes | None = None
         """What calls carry; None: it does not take part."""
-        self.peers: dict[str, None] = {}
+        self.peers = dict.fromkeys(peers)
         """All that were seen to take part, this one too."""
         self.follower: Follower | None = None
         self._refused: Sequence[bytes] = ()
@@ -262,7 +270,6 @@ class Part:
                     _ms(terms.grace),
                     _ms(terms.retention),
                     int(settled >= terms.grace * 1000),
-                    *self.peers,
                 ),
             )
             if generation != link.generation:
@@ -271,6 +278,7 @@ class Part:
                 case b"open":
                     self._leased_until = sent + terms.lease
                     self._enter(generation, Memory(int(answer[1]), answer[2].decode()), answer[3])
+                    self._see(answer[5])
                     if self.follower is not None:
                         self.follower.newest(int(answer[4]))
                     return
@@ -291,25 +299,25 @@ class Part:
         self.memory, self._reported = memory, ""
         self._refused = ()
         self.connection = b"%d:%d" % (generation, memory.epoch)
-        self._see([self._terms.gateway.encode()])
         self._deeds.resume(tokens)
         self._in.set()
 
     async def _report(self, memory: str, number: int) -> None:
+        await self._tell(memory, "", ",".join(self.peers), ())
         telling = await self._deeds.since(number, lapsed=self.lapsed)
         words: list[bytes | str | int] = []
         for count, deed in enumerate(telling.deeds, 1):
             words += deed
             if count % TOGETHER == 0:
-                await self._tell(memory, "", words)
+                await self._tell(memory, "", "", words)
                 words.clear()
         others = ",".join(telling.others)
         if words or others:
-            await self._tell(memory, others, words)
+            await self._tell(memory, others, "", words)
         self._reported = memory
 
-    async def _tell(self, memory: str, others: str, deeds: Sequence[bytes | str | int]) -> None:
-        await self._link.call(scripts.REPORT, self.keys, (self._terms.gateway, memory, others, *deeds))
+    async def _tell(self, memory: str, others: str, peers: str, deeds: Sequence[bytes | str | int]) -> None:
+        await self._link.call(scripts.REPORT, self.keys, (self._terms.gateway, memory, others, peers, *deeds))
 
     def _refusal(self, answer: Sequence[bytes]) -> Fault:
         match answer[0]:
@@ -326,8 +334,11 @@ class Part:
         return self._link.fault()
 
     def _see(self, gateways: Sequence[bytes]) -> None:
-        for gateway in gateways:
-            self.peers[gateway.decode()] = None
+        new = [name for name in map(bytes.decode, gateways) if name not in self.peers]
+        if not new:
+            return
+        self.peers.update(dict.fromkeys(new))
+        self._deeds.met(new)
         while len(self.peers) > MOST_PEERS:
             del self.peers[next(iter(self.peers))]
 
@@ -355,7 +366,7 @@ def _lost_end(claim: bytes, end: bytes) -> LostEnd:
     """As `beat.lua` tells of it."""
     name = claim.decode()
     index, _, about = end[1:].partition(b"|")
-    return LostEnd(name, name.partition(" ")[0], about, int(index), end[:1] == b"1")
+    return LostEnd(name, name.partition(" ")[0], about, int(index), end[:1] != b"0", end[:1] == b"2")
 
 
 def _ms(seconds: float) -> int:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import structlog
 
 from gateway.core.errors import Conflict, Fault, StoreFault
 from gateway.core.indexing import Ask, Claim, refused
@@ -35,6 +36,8 @@ from gateway.shared.link import KEEPS_ALL, Link
 from gateway.shared.part import BEATS, LostEnd, Memory, Part, Telling, Terms
 from gateway.stores import ScopeKey
 from gateway.tasks import start, stop
+
+log = structlog.get_logger("detgate.store")
 
 POLL = 0.25
 """Seconds after which whoever waits asks again, whether it heard of a change or not."""
@@ -137,6 +140,8 @@ class RedisStore:
         self.link = link
         self.terms = terms
         self.gateway = terms.gateway
+        self.fenced: Callable[[], None] = lambda: None
+        """Called for each session that is fenced because an index of it was given twice."""
         self._strict = strict
         self._remembered = remembered
         self._runs: dict[str, SharedRun] = {}
@@ -276,7 +281,8 @@ class SharedRun:
         self._ledger = ledger
         self._shown = None if folder is None else deeds.show(folder, store.terms.gateway)
         memory = Memory() if folder is None else deeds.recall(folder)
-        self.part = Part(store.link, run, store.terms, self, memory)
+        peers = () if folder is None else deeds.known(folder)
+        self.part = Part(store.link, run, store.terms, self, memory, peers)
         self._keys = self.part.keys
         self._held: dict[int, Held] = {}
         self._issued: dict[tuple[bytes, int], Issued] = {}
@@ -781,30 +787,47 @@ class SharedRun:
             self._wake(scope)
 
     def lost(self, ends: Sequence[LostEnd]) -> bool:
+        if not self._written(ends):
+            return False
+        twice = [end for end in ends if end.twice]
+        if twice:
+            session, identity = orjson.loads(twice[0].about)
+            log.error(
+                "indices were given twice: their sessions are fenced",
+                run=self._run,
+                sessions=len(twice),
+                first={"session": session, "identity": identity, "index": twice[0].place},
+            )
+        for _ in twice:
+            self._store.fenced()
+        return True
+
+    def _written(self, ends: Sequence[LostEnd]) -> bool:
         if self._ledger is None:
             return True
         for end in ends:
             session, identity = orjson.loads(end.about)
-            self._ledger.closed(
-                {
-                    "event": "closed",
-                    "time": time.time(),
-                    "run": self._run,
-                    "session": session,
-                    "identity": identity,
-                    "index": end.place,
-                    "outcome": "failed",
-                    "error": "gateway-lost",
-                    "used": end.used,
-                    "gateway": end.gateway,
-                    "claim": end.claim,
-                }
-            )
+            about = {
+                "time": time.time(),
+                "run": self._run,
+                "session": session,
+                "identity": identity,
+                "index": end.place,
+            }
+            if end.twice:
+                self._ledger.closed({"event": "fenced", **about})
+                continue
+            how = {"outcome": "failed", "error": "gateway-lost", "used": end.used}
+            self._ledger.closed({"event": "closed", **about, **how, "gateway": end.gateway, "claim": end.claim})
         try:
             self._ledger.flush()
         except StoreFault:
             return False
         return True
+
+    def met(self, gateways: Sequence[str]) -> None:
+        if self._folder is not None:
+            deeds.met(self._folder, gateways)
 
 
 def _token(held: Held) -> str:

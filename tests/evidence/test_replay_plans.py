@@ -13,6 +13,7 @@ import pytest
 from gateway import __version__, schemes
 from gateway.cli import main
 from gateway.core import canonical, ids, indexing, routing
+from gateway.evidence.replay_plans import TWICE
 from tests.evidence.ledger import Records, request, write
 from tests.evidence.runs import ask, recorded
 from tests.golden.make import FOLDER
@@ -129,6 +130,20 @@ def test_a_forged_record_is_named(
     status, found = replay(capsys, altered(tmp_path, event, **changes))
     assert status == 1
     assert what in {each["what"] for each in found["differences"]}
+
+
+def test_of_a_session_with_an_index_that_was_given_twice_none_is_issued_again(tmp_path: Path, capsys: Capture) -> None:
+    copy = altered(tmp_path, "opened", index=77)
+    [file] = copy.glob("*.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    forged = next(each for each in records if each.get("index") == 77)
+    assert "index" in {each["what"] for each in replay(capsys, copy)[1]["differences"]}
+    with file.open("a") as ledger:
+        ledger.write(json.dumps({**forged, "event": "fenced"}) + "\n")
+    _, found = replay(capsys, copy)
+    assert "index" not in {each["what"] for each in found["differences"]}
+    own = [each for each in records if each["event"] == "opened" and each["session"] == forged["session"]]
+    assert found["undetermined"]["index"][TWICE] == len(own)
 
 
 def test_all_choices_of_a_pool_follow_from_one_kind_of_key(tmp_path: Path, capsys: Capture) -> None:

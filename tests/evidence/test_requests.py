@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.cli import main
 from gateway.core.digits import natural
 from gateway.evidence.bodies import asked
 from gateway.evidence.ledgers import Source, Unusable, find
@@ -28,6 +30,9 @@ def test_bytes_sort_as_names_do(names: list[str]) -> None:
 @given(NAMES | NUMBERED, NAMES | NUMBERED)
 def test_no_name_begins_with_another(one: str, other: str) -> None:
     assert one == other or not sortable(one).startswith(sortable(other))
+
+
+Capture = pytest.CaptureFixture[str]
 
 
 def read(folder: Path) -> list[Request]:
@@ -140,6 +145,16 @@ def test_torn_lines_are_counted(tmp_path: Path) -> None:
     with (folder / "1-1.jsonl").open("ab") as file:
         file.write(b'{"event": "clo')
     assert Requests.read(find(str(folder), tmp_path)).torn == 1
+
+
+def test_sessions_with_an_index_that_was_given_twice_are_counted_and_told(tmp_path: Path, capsys: Capture) -> None:
+    twice = {"event": "fenced", "run": "r", "session": "s", "identity": "s", "index": 0}
+    folder = write(tmp_path / "r", request("s", 0), request("s", 0, prompt="other"), [twice, twice | {"index": 1}])
+    other = write(tmp_path / "other", request("s", 0), request("s", 0, prompt="other"))
+    main(["diff", str(folder), str(other)])
+    assert "A has 1 sessions with an index that was given twice" in capsys.readouterr().out
+    main(["diff", str(folder), str(other), "--json"])
+    assert json.loads(capsys.readouterr().out)["fenced"] == {"a": 1, "b": 0}
 
 
 def test_records_of_several_runs_are_refused(tmp_path: Path) -> None:

@@ -82,3 +82,24 @@ def test_what_was_known_of_the_store_is_kept_with_the_run(tmp_path: Path) -> Non
     assert deeds.recall(tmp_path) == Memory()
     deeds.remember(tmp_path, "g", Memory(3, "name"))
     assert deeds.recall(tmp_path) == Memory(3, "name")
+
+
+def test_who_has_begun_a_segment_is_told_for_though_it_served_nothing(tmp_path: Path) -> None:
+    written(tmp_path, "1", {"event": "gateway", "gateway": "idle"})
+    written(tmp_path, "2", {"event": "gateway", "gateway": "g"}, opened("g", 0))
+    assert list(deeds.told(tmp_path, "g", {}).others) == ["idle"]
+
+
+def test_an_index_that_was_found_to_be_given_twice_is_told_so(tmp_path: Path) -> None:
+    fenced = {"event": "fenced", "session": "s", "identity": "me", "index": 0}
+    written(tmp_path, "1", opened("g", 0), opened("g", 1), closed(0, used=False), closed(1, used=True), fenced)
+    assert stands(deeds.told(tmp_path, "g", {})) == {0: "x", 1: "u"}
+
+
+def test_who_took_part_is_known_to_who_comes_later_in_the_folder(tmp_path: Path) -> None:
+    assert deeds.known(tmp_path) == []
+    deeds.met(tmp_path, ["g", "h"])
+    deeds.met(tmp_path, ["k"])
+    with (tmp_path / "gateways.txt").open("a") as file:
+        file.write("torn")
+    assert deeds.known(tmp_path) == ["g", "h", "k"]

@@ -85,6 +85,8 @@ class Nothing:
     def lost(self, ends: Any) -> bool:
         return True
 
+    def met(self, gateways: Any) -> None: ...
+
 
 class Both:
     """One session by the rule, and by the store."""

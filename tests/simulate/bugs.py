@@ -23,7 +23,7 @@ from gateway.dispatcher import Dispatcher
 from gateway.ledger.writer import Ledger
 from gateway.pipeline import Pipeline
 from gateway.sending import Sending
-from gateway.shared import lanes, scripts
+from gateway.shared import deeds, lanes, scripts
 from gateway.shared.deeds import scope_name
 from gateway.shared.lanes import Places
 from gateway.shared.link import Link, Script
@@ -44,13 +44,15 @@ CAUGHT = {
     "races-of-another-scope": 19,
     "a-late-call-is-run": 24,
     "a-lost-claim-is-not-given-back": 1,
-    "the-dead-keep-their-claims": 2,
+    "the-dead-keep-their-claims": 5,
     "an-end-of-the-dead-is-told-once": 68,
     "delivered-without-the-store": 0,
     "a-released-index-is-delivered": 6,
-    "a-refused-end-is-not-told-again": 262,
+    "a-refused-end-is-not-told-again": 4,
+    "who-took-part-is-forgotten": 25,
+    "two-histories-are-not-compared": 110,
     "a-place-is-kept-on-cancel": 1,
-    "a-lease-without-fencing": 38,
+    "a-lease-without-fencing": 46,
     "a-wake-up-is-lost": 1,
     "an-abort-is-not-awaited": 1,
     "in-the-queue-and-in-the-lane": 9,
@@ -248,6 +250,18 @@ def a_released_index_is_delivered(stack: ExitStack) -> None:
 def a_refused_end_is_not_told_again(stack: ExitStack) -> None:
     """An end that the server refused is told to nobody."""
     _patch(stack, SharedRun, "_owe", lambda run, held: None)
+
+
+@_bug
+def who_took_part_is_forgotten(stack: ExitStack) -> None:
+    """A gateway that comes back knows of no other that may have served."""
+    _patch(stack, deeds, "known", lambda folder: [])
+
+
+@_bug
+def two_histories_are_not_compared(stack: ExitStack) -> None:
+    """What is told of an index that went to another is passed over."""
+    _edit(stack, "REPORT", ("        fence(session, index, about)\n", ""))
 
 
 # --- lanes

@@ -26,6 +26,9 @@ KINDS = {
 }
 """Kind → how often, beside the others."""
 
+BLACKOUTS = 0.15
+"""How many seeds have a moment at which the store and all gateways go."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -44,8 +47,12 @@ def plan(seed: int, span: float) -> list[Fault]:
     if seed % 8 == 7:
         return []
     kinds = chance.choices(list(KINDS), list(KINDS.values()), k=chance.randint(2, 12))
-    made = []
-    for kind in kinds:
-        seconds = chance.choice([0.1, 0.5, 1.5, 2.5, 4.0, 7.0])
-        made.append(Fault(0.5 + span * chance.random(), kind, chance.randrange(12), chance.randrange(60), seconds))
+    made = [_fault(kind, span, chance) for kind in kinds]
+    if (chance := random.Random(f"blackout {seed}")).random() < BLACKOUTS:
+        made.append(_fault("blackout", span, chance))
     return sorted(made, key=lambda fault: fault.at)
+
+
+def _fault(kind: str, span: float, chance: random.Random) -> Fault:
+    seconds = chance.choice([0.1, 0.5, 1.5, 2.5, 4.0, 7.0])
+    return Fault(0.5 + span * chance.random(), kind, chance.randrange(12), chance.randrange(60), seconds)

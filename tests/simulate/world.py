@@ -29,6 +29,7 @@ from gateway.assembly import Gateway
 from gateway.carriers.asgi import DataPlane
 from gateway.settings import Settings
 from gateway.shared import scripts
+from gateway.shared.deeds import GATEWAYS
 from tests.simulate import faults
 from tests.simulate.clients import SIZES, Clients, Kind
 from tests.simulate.door import Visit
@@ -59,6 +60,9 @@ class Claimed:
 
     at: float
     epoch: int
+    memory: bytes
+    """Which memory of the store it was: epochs may have the same number where nobody knew of the former."""
+    session: bytes
     scope: bytes
     index: int
     raw: bytes
@@ -68,6 +72,8 @@ class Claimed:
     reused: bool
     waited: bool
     """It had asked before, and was told to wait for a rival."""
+    fenced: bool
+    """It was told that the store may have forgotten."""
 
 
 @dataclass(eq=False)
@@ -159,6 +165,10 @@ class World:
         """Faults, as they happened."""
         self.losses = 0
         """How often the store may have forgotten."""
+        self.lost_at = -1.0
+        """When it may have for the last time."""
+        self.unknowing = False
+        """Once nobody could know what was lost: some that came back first had not heard of all that served."""
         self.crashes = 0
         self.claims: list[Claimed] = []
         self.noted: dict[tuple[str, bytes, int], set[bytes]] = defaultdict(set)
@@ -210,16 +220,29 @@ class World:
                 self.noted[gateway.decode(), scope, index].add(token)
         if source != scripts.CLAIM.source.encode() or reply[0] not in (b"index", b"wait"):
             return
-        gateway, _, token, scope, _, _, raw, content, number, key, repeat, mode, *_ = args
+        gateway, _, token, scope, session, _, raw, content, number, key, repeat, mode, *_ = args
         owner = ("key", key) if key else ("number", number + content) if number else ("bytes", raw)
         index = int(reply[1]) if reply[0] == b"index" else -1
         if index < 0 and reply[1] != b"racing":
             return
         self._tokens[gateway, token] = scope, index
-        epoch = int(server.keyspace.hget(STATE, b"@epoch") or 0)
-        reused = index >= 0 and bool(reply[2])
+        epoch, memory = server.keyspace.hmget(STATE, b"@epoch", b"@memory")
+        reused, fenced = (bool(reply[2]), bool(reply[6])) if index >= 0 else (False, False)
         self.claims.append(
-            Claimed(self.loop.time(), epoch, scope, index, raw, owner, int(repeat), reused, bool(int(mode) & 2))
+            Claimed(
+                self.loop.time(),
+                int(epoch or 0),
+                memory or b"",
+                session,
+                scope,
+                index,
+                raw,
+                owner,
+                int(repeat),
+                reused,
+                bool(int(mode) & 2),
+                fenced,
+            )
         )
 
     def _entered(self, engine: Engine, inside: Inside) -> None:
@@ -244,8 +267,8 @@ class World:
         member = self.members.get(inside.gateway)
         return self.epochs_began and member is not None and member.process.still_until > self.loop.time()
 
-    async def _start(self) -> None:
-        """One more gateway."""
+    async def _start(self, *, elsewhere: bool = False) -> None:
+        """One more gateway. `elsewhere`: in a folder that none had."""
         name = f"gateway-{self._started}"
         self._started += 1
         process = Process(name)
@@ -253,6 +276,8 @@ class World:
 
         async def life() -> None:
             folder = self.folder / ("shared" if self.shares else f"part-{int(name.split('-')[1]) % 3}")
+            if elsewhere:
+                folder = self.folder / name
             settings = _settings(self.profile)
             settings = settings.model_copy(update={"ledger": settings.ledger.model_copy(update={"path": folder})})
             gateway = Gateway(settings)
@@ -318,14 +343,37 @@ class World:
             case "error":
                 self.server.fail = [b"OOM command not allowed when used memory > 'maxmemory'."] * (1 + fault.who % 3)
             case "flush":
-                self.losses += 1
+                self._loses()
                 self.server.keyspace.flushall()
             case "lossless":
                 self._failover(seconds / 10, self.server.keyspace.copied())
             case "lossy":
-                self.losses += 1
+                self._loses()
                 had = self.server.keyspace.copied() if fault.who % 3 else ({}, {})
                 self.loop.call_later(seconds / 5, lambda: self._failover(0.1, had))
+            case "blackout":
+                had = self.server.keyspace.copied() if fault.who % 3 == 0 else ({}, {})
+                self.loop.call_later(seconds / 5, lambda: self._black_out(seconds, had, fault.who % 4 == 3))
+
+    def _loses(self) -> None:
+        self.losses += 1
+        self.lost_at = self.loop.time()
+
+    def _black_out(self, seconds: float, had: tuple[Any, Any], elsewhere: bool) -> None:
+        """The store goes, and every gateway; one after the other they come back.
+
+        `elsewhere`: the first that comes has a folder that none had.
+        """
+        stores: list[Any] = [member.gateway._store for member in (*self.members.values(), *self.gone)]
+        served = {store.gateway for store in stores}
+        known = [served <= set(file.read_text().split()) for file in self.folder.glob(f"*/{RUN}/{GATEWAYS}")]
+        self.unknowing |= elsewhere or not all(known)
+        self._loses()
+        self._failover(0.1, had)
+        if elsewhere:
+            self._come_back(0.2, elsewhere=True)
+        for number, name in enumerate(list(self.members), 1):
+            self._crash(name, number * seconds)
 
     def _failover(self, seconds: float, had: tuple[Any, Any]) -> None:
         """Another server is in its place after some time."""
@@ -349,14 +397,16 @@ class World:
         self.gone.append(member)
         for visit in member.visits:
             visit.reset()
-        self.loop.call_soon(
-            lambda: self.loop.create_task(self._again(seconds), name="again"), context=self.loop.world.context
-        )
+        self._come_back(seconds)
 
-    async def _again(self, seconds: float) -> None:
+    def _come_back(self, seconds: float, *, elsewhere: bool = False) -> None:
+        again = self._again(seconds, elsewhere)
+        self.loop.call_soon(lambda: self.loop.create_task(again, name="again"), context=self.loop.world.context)
+
+    async def _again(self, seconds: float, elsewhere: bool) -> None:
         self._starting += 1
         await asyncio.sleep(seconds)
-        await self._start()
+        await self._start(elsewhere=elsewhere)
         self._starting -= 1
 
     def _leave(self, name: str, which: int) -> None:

@@ -1,8 +1,8 @@
 -- A gateway lives. Gives away; or here, who takes part, for each that was found gone now its name and the number of its
 -- claims, and for claims of those that are gone: gateway and token, whether the index is used (1 or 0) with the index, a
--- bar, and what it was about; then the number of the last change (changes.lua). Whoever notices ends the claims, and is
--- told of their ends until it says, by the names that stand from the fourth word on, that they are written down. Should it
--- be gone by then, another is told.
+-- bar, and what it was about; 2 and no token where an index was found to be given twice (report.lua); then the number of
+-- the last change (changes.lua). Whoever notices ends the claims, and is told of their ends until it says, by the names that
+-- stand from the fourth word on, that they are written down. Should it be gone by then, another is told.
 local gateway, connection, lease = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local got = call('HMGET', H, '@server', '@g' .. gateway)
 if got[2] ~= connection or not is_server(got[1]) or is_torn() then

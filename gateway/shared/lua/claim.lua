@@ -106,13 +106,13 @@ else
         live = hold(index, raw, true)
     end
     if index then
-        asked = noted(asked, index, latest, waited)
+        asked = noted(asked, raw, index, latest, waited)
         if live.claims == 1 then
             asked.live = asked.live + 1
         end
         write_asked(raw, asked)
     elseif why == 'racing' and not final and not waited then
-        write_asked(raw, noted(asked, latest == 0 and NONE or LATE, latest, false))
+        write_asked(raw, noted(asked, raw, latest == 0 and NONE or LATE, latest, false))
     end
 end
 

@@ -1,26 +1,37 @@
 -- A gateway tells what it did, before it takes part in a memory that may lack it, and what others did that can tell no
--- more (third word, their names parted by commas). Twelve words for each index:
+-- more (third word, their names parted by commas). Of all that it knows of (fourth word) those are awaited that this memory
+-- has not heard; where that has opened already they are missing. Then twelve words for each index:
 --   scope, session, kind, bytes, index, content, key, latest repeat, whether it raced, how it stands, what it is about,
 --   and its live claims by their tokens, each with "o" or "e" before it, parted by commas
--- Kind is "n" where the client numbered. It stands "u" (used), "r" (released) or "m" (used, and of its bytes many asked).
--- Told again it changes nothing. What another has told already stays: used wins. Of an index that went to another before
--- it was told of nothing is taken in.
+-- Kind is "n" where the client numbered. It stands "u" (used), "r" (released), "m" (used, and of its bytes many asked) or
+-- "x" (used, and known to be given twice). Told again it changes nothing. What another has told already stays: used wins.
+-- Of an index that went to another before it was told of nothing is taken in, and its session is fenced from then on: that
+-- is told once, as the ends of the lost are (beat.lua).
 local gateway, memory = ARGV[1], ARGV[2]
 if call('HGET', H, '@memory') ~= memory or not is_server(call('HGET', H, '@server')) then
     return {'away'}
 end
 
--- Whether an index that this memory has issued already was issued for what is told of now. If not, that was told too late:
--- it has the index no more.
-local function is_its_own(kind, session, raw, index, key, bound)
-    if kind == 'n' then
-        return true
-    elseif key ~= '' then
-        local kept = call('HGET', H, session .. 'k' .. key)
-        return kept and string.sub(kept, 1, 17 + #written(index)) == scope .. written(index) .. '|'
+-- Whether this memory has issued an index for something else than what is told of now, or has given its key another.
+local function is_anothers(kind, session, raw, index, content, key, stands, bound, fresh)
+    local kept = key ~= '' and call('HGET', H, session .. 'k' .. key)
+    if kept then
+        return string.sub(kept, 1, 17 + #written(index)) ~= scope .. written(index) .. '|'
+    elseif kind == 'n' then
+        return stands ~= 'r' and bound and bound.content and bound.content ~= content
+    elseif fresh then
+        return false
     end
-    local asked = not bound and read_asked(raw)
-    return asked and (asked.index == index or asked.index == MANY)
+    local asked = key == '' and not bound and read_asked(raw)
+    return not asked or (asked.index ~= index and call('HGET', H, scope .. 'o' .. written(index)) ~= raw)
+end
+
+local function fence(session, index, about)
+    if call('HSETNX', H, session .. 't', '1') == 1 then
+        call('HSET', PREFIX .. 'ends', gateway .. ' ' .. about, gateway .. '|2' .. written(index) .. '|' .. about)
+        call('PEXPIREAT', PREFIX .. 'ends', call('HGET', H, '@until'))
+    end
+    put(session, 'F')
 end
 
 local function tell(at)
@@ -41,7 +52,12 @@ local function tell(at)
         head.kind = kind
     end
     put(session .. 'g' .. gateway, '1')
-    if not (fresh or is_its_own(kind, session, raw, index, key, bound)) then
+    if stands == 'x' then
+        call('HSET', H, session .. 't', '1')
+        put(session, 'F')
+    end
+    if is_anothers(kind, session, raw, index, content, key, stands, bound, fresh) then
+        fence(session, index, about)
         close()
         return
     end
@@ -65,6 +81,8 @@ local function tell(at)
     local asked = not named and (read_asked(raw) or {index = index, latest = latest, live = 0})
     if asked and fresh then
         if stands == 'm' or (asked.index ~= index and asked.index >= MANY) then
+            own(asked.index, raw)
+            own(index, raw)
             asked.index = MANY
         else
             asked.index = index
@@ -115,14 +133,30 @@ local function tell(at)
     close()
 end
 
--- Should it end before it takes part, others find its claims by this.
-call('ZADD', PREFIX .. 'beats', now_ms(), gateway)
-call('PEXPIREAT', PREFIX .. 'beats', call('HGET', H, '@until'))
-for other in string.gmatch(ARGV[3], '[^,]+') do
-    call('SREM', PREFIX .. 'awaited', other)
-    call('SREM', PREFIX .. 'missing', other)
+local awaited, missing, gone, beats = PREFIX .. 'awaited', PREFIX .. 'missing', PREFIX .. 'gone', PREFIX .. 'beats'
+local opened = call('HEXISTS', H, '@phase') == 0
+for other in string.gmatch(ARGV[4], '[^,]+') do
+    local known = call('ZSCORE', beats, other)
+    if other ~= gateway and not call('ZSCORE', gone, other) and not (opened and known) then
+        call('SADD', opened and missing or awaited, other)
+        if not known then
+            call('HSET', H, '@forgot', '1')
+        end
+    end
 end
-for at = 4, #ARGV, 12 do
+for other in string.gmatch(ARGV[3], '[^,]+') do
+    call('SREM', awaited, other)
+    call('SREM', missing, other)
+    call('ZADD', gone, now_ms(), other)
+end
+if #ARGV > 4 then
+    -- Should it end before it takes part, others find its claims by this.
+    call('ZADD', beats, now_ms(), gateway)
+end
+for _, key in ipairs({awaited, missing, gone, beats}) do
+    call('PEXPIREAT', key, call('HGET', H, '@until'))
+end
+for at = 5, #ARGV, 12 do
     tell(at)
 end
 return {'told'}

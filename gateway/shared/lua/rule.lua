@@ -11,10 +11,12 @@
 --   <scope>a<bytes>           asked for with these bytes: the index, -1 for many, -2 or -3 for none yet (indexing.py),
 --                             latest repeat, live indices
 --   <scope>d<bytes>           how many indices in flight were drawn with these bytes
+--   <scope>o<index>           whose bytes it has, where many asked with the same
 --   <scope>r<index>           it raced
 --   <scope>b<index>           bound to a key or number: keyed, used, "+" and the content, or "-"
 --   <scope>h<index>           an index that others reported to be beyond, and nobody yet (report.lua)
 --   <session>                 the last epoch in which it was found whole, or F
+--   <session>t                an index of it was found to be given twice
 --   <session>g<gateway>       that gateway served it
 --   <session>k<key>           what an idempotency key is bound to: scope, index, content
 -- A live claim, by its token: scope, "o" or "e" (its answer has ended), index, "|", session and identity as JSON.
@@ -174,11 +176,18 @@ local function write_asked(raw, asked)
     put(scope .. 'a' .. raw, written(asked.index) .. ',' .. written(asked.latest) .. ',' .. asked.live)
 end
 
+local function own(index, raw)
+    if index >= 0 then
+        put(scope .. 'o' .. written(index), raw)
+    end
+end
+
 -- Who waits for a rival has asked, and was noted then, with no index yet.
-local function noted(asked, index, latest, waited)
+local function noted(asked, raw, index, latest, waited)
     if not asked then
         return {index = index, latest = latest, live = 0}
     end
+    local before = asked.index
     if (latest <= asked.latest and not waited) or (index >= 0 and asked.index >= 0 and asked.index ~= index) then
         asked.index = MANY
     else
@@ -186,6 +195,10 @@ local function noted(asked, index, latest, waited)
         if index >= 0 and asked.index ~= MANY then
             asked.index = index
         end
+    end
+    if asked.index == MANY then
+        own(before, raw)
+        own(index, raw)
     end
     return asked
 end

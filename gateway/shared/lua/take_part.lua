@@ -1,7 +1,8 @@
 -- A gateway takes part in a run, or learns what stands in its way.
---   open, epoch, memory, tokens, changes
+--   open, epoch, memory, tokens, changes, gateways
 --                                  it takes part: its connection counts from now on, and earlier ones do not; the claims
---                                  that are kept as its own, and the number of the last change (changes.lua)
+--                                  that are kept as its own, the number of the last change (changes.lua), and all that
+--                                  took part so far
 --   report, epoch, memory, number  it must first tell what it did: all after its call of that number
 --   wait, epoch, memory, ms        others must
 --   differs, settings              the run began with other settings that decide
@@ -15,7 +16,6 @@
 local gateway, connection, deciding = ARGV[1], ARGV[2], ARGV[3]
 local known, known_memory, reported = tonumber(ARGV[4]), ARGV[5], ARGV[6]
 local lease, grace, retention, settled = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10] == '1'
-local first_peer = 11
 
 local now = now_ms()
 local awaited, gone, missing, beats = PREFIX .. 'awaited', PREFIX .. 'gone', PREFIX .. 'missing', PREFIX .. 'beats'
@@ -61,6 +61,10 @@ if not same or (knows and known_memory ~= memory and not phase and known >= epoc
     for _, other in ipairs(call('ZRANGE', beats, 0, -1)) do
         await(other)
         call('ZADD', beats, now, other)
+        -- Its connection counts no more, though the server may be the same.
+        if call('HEXISTS', H, '@g' .. other) == 1 then
+            call('HSET', H, '@g' .. other, '0:')
+        end
         if new then
             call('DEL', PREFIX .. 'claims:' .. other)
         end
@@ -72,21 +76,20 @@ if not same or (knows and known_memory ~= memory and not phase and known >= epoc
 end
 
 local stale = knows and known_memory ~= memory
-if phase then
-    if stale and known >= epoch then
-        epoch = known + 1
-        call('HSET', H, '@epoch', epoch)
-    end
-    if stale and reported ~= memory then
+if phase and stale and known >= epoch then
+    epoch = known + 1
+    call('HSET', H, '@epoch', epoch)
+end
+if stale and reported ~= memory then
+    if phase then
         if not got[6] then
             call('HSET', H, '@forgot', '1')
         end
-        for peer = first_peer, #ARGV do
-            await(ARGV[peer])
-        end
         await(gateway)
-        return {'report', epoch, memory, got[7] or '-1'}
     end
+    return {'report', epoch, memory, got[7] or '-1'}
+end
+if phase then
     call('SREM', awaited, gateway)
     local from, to = string.match(phase, '^(%d+),(%d+)$')
     local others = call('SCARD', awaited) > 0
@@ -98,8 +101,6 @@ if phase then
     end
     call('DEL', awaited)
     call('HDEL', H, '@phase')
-elseif stale and reported ~= memory then
-    return {'report', epoch, memory, got[7] or '-1'}
 end
 call('SREM', missing, gateway)
 call('HSET', H, '@g' .. gateway, connection .. ':' .. epoch)
@@ -108,4 +109,12 @@ call('ZREM', gone, gateway)
 for _, key in ipairs({missing, beats}) do
     call('PEXPIREAT', key, call('HGET', H, '@until'))
 end
-return {'open', epoch, memory, call('HKEYS', C), number_of(call('HGET', PREFIX .. 'changes', 'number'))}
+local others = call('ZRANGE', gone, 0, -1)
+for _, other in ipairs(call('ZRANGE', beats, 0, -1)) do
+    others[#others + 1] = other
+end
+for _, other in ipairs(call('SMEMBERS', missing)) do
+    others[#others + 1] = other
+end
+local last = number_of(call('HGET', PREFIX .. 'changes', 'number'))
+return {'open', epoch, memory, call('HKEYS', C), last, others}
