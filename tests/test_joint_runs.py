@@ -279,6 +279,15 @@ async def test_what_a_gateway_did_and_cannot_make_out_any_more_is_refused_with_i
             assert (await post(gate, f"/sessions/s{CHAT}", chat("2"))).headers["x-detgate-index"] == "1"
 
 
+async def test_a_segment_of_another_run_ends_the_start(tmp_path: Path) -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        (tmp_path / "r").mkdir()
+        (tmp_path / "r" / "1-1.jsonl").write_bytes(b'{"event":"gateway","run":"other"}\n')
+        with pytest.raises(InvalidSettings, match=r"1-1\.jsonl, line 1 is no sound record: run is 'other', and not r"):
+            async with whole(pool("policy", worker.url), state=server.url, run="r", ledger={"path": str(tmp_path)}):
+                pass
+
+
 async def test_a_broken_record_of_weights_ends_the_start_with_its_place(tmp_path: Path) -> None:
     async with RedisServer() as server, FakeWorker() as worker:
         (tmp_path / "r").mkdir()

@@ -28,6 +28,13 @@ def unsound(place: str, why: str) -> Unreadable:
     )
 
 
+def foreign(record: Mapping[str, Any], run: str) -> str | None:
+    """Why a record is none of this run; None: it is one."""
+    if (told := record.get("run", run)) == run:
+        return None
+    return f"run is {told!r:.100}, and not {run}: a segment of another run belongs into the folder of that"
+
+
 def wrong(record: Mapping[str, Any]) -> str | None:
     """What is wrong with a record; None: nothing."""
     event = record.get("event")
@@ -118,6 +125,21 @@ def _session(record: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _fleet(record: Mapping[str, Any]) -> str | None:
+    """What `/admin` was asked for is made again; what else became of the fleet is not."""
+    if not record.get("asked"):
+        return None
+    if not all(_text(record.get(name)) for name in ("change", "pool", "replica")):
+        return "change, pool or replica is missing or of another type"
+    if record["change"] == "added" and not (_text(record.get("url")) and _rank_or_none(record.get("dp_rank"))):
+        return "url or dp_rank is missing or of another type"
+    return None if _name_or_none(record.get("fingerprint")) else "fingerprint is of another type"
+
+
+def _rank_or_none(value: Any) -> bool:
+    return value is None or _count(value)
+
+
 def _weights(record: Mapping[str, Any]) -> str | None:
     return None if _count(record.get("number", 0)) else "number is of another type"
 
@@ -159,5 +181,6 @@ _FIELDS: dict[str, dict[str, Fits]] = {
 _MORE: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
     "opened": _opened,
     "session": _session,
+    "fleet": _fleet,
     "weights": _weights,
 }

@@ -18,6 +18,7 @@ import structlog
 
 from gateway.core.errors import Busy, Fault, Gone, StoreFault
 from gateway.ledger.shapes import Unreadable
+from gateway.settings.deciding import differing
 from gateway.shared import scripts
 from gateway.shared.link import Link, Words
 
@@ -301,8 +302,7 @@ class Part:
         match answer[0]:
             case b"differs":
                 theirs, ours = orjson.loads(answer[1]), orjson.loads(self._terms.deciding)
-                keys = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
-                return differs(self.run, keys)
+                return differs(self.run, differing(ours, theirs))
             case b"over":
                 return Gone(
                     f"Run {self.run} had no request for so long that its indices were given up. Begin another run.",
@@ -324,7 +324,7 @@ def differs(run: str, keys: Sequence[str]) -> Busy:
     """The refusal of a run that began with other settings."""
     return Busy(
         f"Run {run} began with other settings: {', '.join(keys)}. "
-        "Put them back, or begin another run (--new-run, or another name).",
+        "Put them back, or begin another run: give it another name.",
         code="run_differs",
         retry_after=60,
     )
