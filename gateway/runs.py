@@ -25,7 +25,7 @@ import orjson
 import structlog
 
 from gateway.core.errors import Busy, NotFound
-from gateway.ledger.reader import Segments, forget, own, unmarked
+from gateway.ledger.reader import Segments, asked, forget, own, unmarked
 from gateway.ledger.shapes import Unreadable, foreign, unsound, wrong
 from gateway.ledger.writer import Ledger, LedgerFault
 from gateway.sessions import Sessions
@@ -106,6 +106,10 @@ class Run:
             self.named = known.get("named", named)
             """It has a name that somebody gave it."""
             deciding = settings.deciding()
+            if store.shared and not any(asked(self.folder)):
+                # The server knows with what it began; a process that it has refused may have left other settings here.
+                known.pop("deciding", None)
+                known.pop("reloaded", None)
             began = known.get("deciding", deciding)
             self.began: dict[str, Any] = began.get("pools") or {}
             """The pools with which the run began, and the names of their replicas."""

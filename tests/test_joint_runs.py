@@ -195,6 +195,25 @@ async def test_where_a_part_of_the_ledger_is_elsewhere_the_trainer_gets_nothing(
             assert (refused.status_code, refused.json()["error"]["code"]) == (409, "ledger_elsewhere")
 
 
+async def test_settings_that_were_refused_can_be_put_right(tmp_path: Path) -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        policy = pool("policy", worker.url)
+        theirs: dict[str, Any] = {"run": "r", "state": server.url, "ledger": {"path": str(tmp_path / "theirs")}}
+        mine = theirs | {"ledger": {"path": str(tmp_path / "mine")}}
+        async with whole(policy, **theirs) as one:
+            store: Any = one.gateway._store
+            await until(lambda: store.why_down("r") is None)
+            assert (await post(one, CHAT, chat())).status_code == 200
+            async with whole(policy | {"routing": {"key": "session"}}, **mine) as two:
+                refused = await post(two, CHAT, chat())
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "run_differs")
+                assert "settings: pools[policy].routing.key. Put" in refused.json()["error"]["message"]
+            async with whole(policy, **mine) as two:
+                store = two.gateway._store
+                await until(lambda: store.why_down("r") is None)
+                assert (await post(two, CHAT, chat())).status_code == 200
+
+
 @pytest.mark.parametrize("first", ["memory", "redis"])
 async def test_a_run_stays_with_the_state_it_began_with(first: str, tmp_path: Path) -> None:
     """The other kind of store knows nothing of the indices that it gave away."""

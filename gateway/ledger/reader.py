@@ -74,6 +74,13 @@ def own(folder: Path, run: str) -> None:
                 raise unsound(f"{file}, line 1", why)
 
 
+def asked(folder: Path) -> Iterator[bytes]:
+    """The records of claims, as they stand."""
+    for file in sorted(folder.glob("*.jsonl")):
+        with file.open("rb") as segment:
+            yield from (line for line in segment if line.startswith(b'{"event":"opened"'))
+
+
 def unmarked(folder: Path) -> int:
     """How many gaps there are that no record tells of yet: a process died while it could not write."""
     return sum(1 for _ in folder.glob("*.gap"))
