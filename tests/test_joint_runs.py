@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.settings import InvalidSettings
+from gateway.settings import InvalidSettings, Settings
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, pool
 from tests.harness import gateway as whole
 from tests.redis_server import Front, RedisServer
@@ -193,6 +193,24 @@ async def test_where_a_part_of_the_ledger_is_elsewhere_the_trainer_gets_nothing(
             await post(one, "/rl/end_session", {}, key)
             refused = await post(one, "/export_trajectories", {"session_id": "17"})
             assert (refused.status_code, refused.json()["error"]["code"]) == (409, "ledger_elsewhere")
+
+
+async def test_names_that_were_reloaded_are_accepted_by_a_restart(tmp_path: Path) -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        given: dict[str, Any] = {"run": "r", "state": server.url, "ledger": {"path": str(tmp_path)}}
+        old = pool("policy", worker.url)
+        new = old | {"replicas": [{"name": "another", "url": worker.url}]}
+        for configured, reloaded in ((old, new), (new, None)):
+            async with whole(configured, **given) as gate:
+                store: Any = gate.gateway._store
+                await until(lambda store=store: store.why_down("r") is None)  # type: ignore[misc]
+                if reloaded is not None:
+                    gate.gateway.changes.reload(
+                        gate.gateway.settings, Settings.load(None, {}, {**given, "pools": [reloaded]})
+                    )
+                    await gate.until(lambda gate=gate: all(each.up for each in gate.gateway.fleet.replicas))  # type: ignore[misc]
+                answer = await post(gate, CHAT, chat())
+                assert (answer.status_code, answer.headers["x-detgate-replica"]) == (200, "another")
 
 
 async def test_settings_that_were_refused_can_be_put_right(tmp_path: Path) -> None:
