@@ -16,10 +16,12 @@ from gateway.doors import Public
 from gateway.fleet import Fleet
 from gateway.health import Health
 from gateway.intake import Intake
+from gateway.ledger import reader
+from gateway.ledger.shapes import Unreadable
 from gateway.pipeline import Pipeline
 from gateway.runs import Runs
 from gateway.sessions import Sessions
-from gateway.settings import Settings
+from gateway.settings import InvalidSettings, Settings
 from gateway.siblings import Alone, Host, Siblings, Single
 from gateway.silence import Silence
 from gateway.tasks import start, stop
@@ -48,16 +50,22 @@ class Gateway:
             settings, self.runs, self.sessions, self.fleet, store, self.telemetry, self.intake, self._tracing
         )
         self.health = Health(settings, self.fleet, lambda *told: self.changes.note(*told))
-        self.changes = Changes(self.run, self.fleet, self.health, self.runs.own.ledger)
+        own = self.runs.own
+        self.changes = Changes(self.run, self.fleet, self.health, own.ledger, own.reloaded)
         self.host: Host = Single()
         self._clerk = Clerk(settings)
-        recorded = weights.restore(self.fleet, self.runs.own.folder)
+        try:
+            recorded = list(reader.changes(own.folder))
+            named = weights.restore(self.fleet, recorded)
+            self.changes.restore(() if store.shared else recorded, own.began)
+        except Unreadable as fault:
+            raise InvalidSettings([f"ledger.path: {fault.message}"]) from None
         self.siblings: Siblings = Alone(self.changes)
         if store.shared:
             running = self.pipeline.dispatcher.running
             joint = import_module("gateway.joint_changes")
             self.siblings = joint.JointSiblings(
-                settings, store, self.run, self.fleet, self.changes, running, pictured=pictured, recorded=recorded
+                settings, store, self.run, self.fleet, self.changes, running, pictured=pictured, recorded=named
             )
         self.silence = Silence(settings.timeouts, self.pipeline.dispatcher)
         self.head_bytes = settings.limits.head_bytes

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import structlog
+from pydantic import ValidationError
 
 from gateway.core.errors import Busy, StoreFault
 from gateway.fleet import Fleet, Pool, Replica
 from gateway.health import Health
+from gateway.ledger.shapes import unsound
 from gateway.ledger.writer import Ledger
 from gateway.passes import Verdict
 from gateway.settings import Replica as ReplicaSettings
@@ -54,33 +56,44 @@ class Made:
 
 
 class Changes:
-    """Adds, drains and removes replicas, and takes those that came back as others for what they are."""
+    """Adds, drains and removes replicas, and takes those that came back as others for what they are.
 
-    def __init__(self, run: str, fleet: Fleet, health: Health, ledger: Ledger) -> None:
+    `reloaded` is told of settings to which the fleet was brought.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        fleet: Fleet,
+        health: Health,
+        ledger: Ledger,
+        reloaded: Callable[[Settings], None] = lambda settings: None,
+    ) -> None:
         self._run = run
         self._fleet = fleet
         self._health = health
         self._ledger = ledger
+        self._reloaded = reloaded
         self._gates = 0
         """How often a gate was shut or opened, where no other gateway does."""
 
-    def add(self, pool: Pool, settings: ReplicaSettings) -> Replica:
-        """Take a replica in."""
-        return self._done("added", pool, pool.add(settings))
+    def add(self, pool: Pool, settings: ReplicaSettings, *, asked: bool = False) -> Replica:
+        """Take a replica in. `asked`, here and below: by whoever administers, so that it outlives this process."""
+        return self._done("added", pool, pool.add(settings), asked, url=settings.url, dp_rank=settings.dp_rank)
 
-    def drain(self, pool: Pool, name: str) -> Replica:
+    def drain(self, pool: Pool, name: str, *, asked: bool = False) -> Replica:
         """Send a replica nothing more."""
-        return self._done("draining", pool, pool.drain(name))
+        return self._done("draining", pool, pool.drain(name), asked)
 
-    def remove(self, pool: Pool, name: str) -> Replica:
+    def remove(self, pool: Pool, name: str, *, asked: bool = False) -> Replica:
         """Take a replica out."""
         replica = pool.remove(name)
         self._fleet.learnt()
-        return self._done("removed", pool, replica)
+        return self._done("removed", pool, replica, asked)
 
-    def accept(self, pool: Pool, name: str, engine: str) -> Replica:
+    def accept(self, pool: Pool, name: str, engine: str, *, asked: bool = False) -> Replica:
         """Take an engine, by its fingerprint, for the one that a replica should be."""
-        return self._done("accepted", pool, pool.accept(name, engine))
+        return self._done("accepted", pool, pool.accept(name, engine), asked)
 
     def verdict(self, pool: Pool, name: str, verdict: Verdict | None) -> Replica:
         """Go by a verdict on a replica."""
@@ -102,10 +115,24 @@ class Changes:
 
         `made`: its place, where other gateways make it too.
         """
-        self._apply(change, made)
+        self._apply(change, made, asked=True)
         return self._fleet.pools[change.pool].gate.number
 
-    def _apply(self, change: Change, made: Made | None) -> None:
+    def restore(self, records: Iterable[dict[str, Any]], began: Mapping[str, Any]) -> None:
+        """Make again what the ledger of a run tells that `/admin` was asked for: what stands of it, in its order.
+
+        `began`: pools and the names of their replicas with which the run began. Where the configuration has others now
+        the ledger is told. Raises `Unreadable`.
+        """
+        for pool in self._fleet:
+            names = list(pool.replicas)
+            if sorted(names) != began.get(pool.name, sorted(names)):
+                self.note("configured", pool, None, {"replicas": names})
+        for change in standing(map(_asked, records)):
+            if change.pool in self._fleet.pools:
+                self._apply(change, None, asked=False)
+
+    def _apply(self, change: Change, made: Made | None, *, asked: bool) -> None:
         pool = self._fleet.pools[change.pool]
         replica = pool.replicas.get(change.name)
         match change.what:
@@ -116,15 +143,15 @@ class Changes:
                 if replica is not None and (replica.draining or replica.settings != change.settings):
                     self.remove(pool, change.name)
                 if change.name not in pool.replicas:
-                    self.add(pool, change.settings)
+                    self.add(pool, change.settings, asked=asked)
             case _ if replica is None:
                 return
             case "drain":
-                self.drain(pool, change.name)
+                self.drain(pool, change.name, asked=asked)
             case "remove":
-                self.remove(pool, change.name)
+                self.remove(pool, change.name, asked=asked)
             case "accept":
-                self.accept(pool, change.name, change.engine)
+                self.accept(pool, change.name, change.engine, asked=asked)
             case "verdict":
                 self.verdict(pool, change.name, change.verdict)
 
@@ -173,6 +200,7 @@ class Changes:
                 for name in [name for name, replica in pool.replicas.items() if replica.draining]:
                     self.remove(pool, name)
                 self._match(pool, {replica.name: replica for replica in wanted.replicas})
+        self._reloaded(then)
         ours = now.model_dump(exclude={"pools": {"__all__": {"replicas"}}})
         theirs = then.model_dump(exclude={"pools": {"__all__": {"replicas"}}})
         return sorted(key for key in ours if ours[key] != theirs[key])
@@ -185,27 +213,62 @@ class Changes:
             if name not in pool.replicas:
                 self.add(pool, settings)
 
-    def _done(self, what: str, pool: Pool, replica: Replica) -> Replica:
+    def _done(self, what: str, pool: Pool, replica: Replica, asked: bool, **particulars: Any) -> Replica:
         self._health.sync()
         log.info("fleet changed", change=what, pool=pool.name, replica=replica.name)
-        self.note(what, pool, replica, {"replicas": [n for n, r in pool.replicas.items() if not r.draining]})
+        names = [name for name, each in pool.replicas.items() if not each.draining]
+        self.note(what, pool, replica, {"replicas": names, "asked": asked, **particulars})
         return replica
 
-    def note(self, what: str, pool: Pool, replica: Replica, particulars: Mapping[str, Any]) -> None:
-        """Write down what became of a replica, or became known of it."""
+    def note(self, what: str, pool: Pool, replica: Replica | None, particulars: Mapping[str, Any]) -> None:
+        """Write down what became of a replica, or became known of it. None: of the pool."""
         record = {
             "event": "fleet",
             "time": time.time(),
             "run": self._run,
             "change": what,
             "pool": pool.name,
-            "replica": replica.name,
-            "fingerprint": replica.fingerprint or None,
+            "replica": replica and replica.name,
+            "fingerprint": (replica and replica.fingerprint) or None,
         }
         try:
             self._ledger.opened({**record, **particulars})
         except StoreFault:
-            log.error("a change of the fleet could not be recorded", change=what, replica=replica.name)
+            log.error("a change of the fleet could not be recorded", change=what, replica=record["replica"])
+
+
+def standing(changes: Iterable[Change | None]) -> list[Change]:
+    """What stands of changes of the fleet, as `gateway.shared.series` has it: of each replica the last of each kind,
+    and of what was done with it nothing from before it was added or removed."""
+    stands: dict[tuple[str, str], Change] = {}
+    for change in changes:
+        if change is None:
+            continue
+        as_, name = "replica" if change.what in ("add", "remove") else change.what, change.name
+        stands.pop((as_, name), None)
+        stands[as_, name] = change
+        if as_ == "replica":
+            for of in ("drain", "accept"):
+                stands.pop((of, name), None)
+    return list(stands.values())
+
+
+_WHAT: dict[str, What] = {"added": "add", "draining": "drain", "removed": "remove", "accepted": "accept"}
+
+
+def _asked(record: Mapping[str, Any]) -> Change | None:
+    """What a record of the ledger tells that `/admin` was asked for. Raises `Unreadable`."""
+    what = _WHAT.get(str(record.get("change")))
+    if record["event"] != "fleet" or not record.get("asked") or what is None:
+        return None
+    name = record["replica"]
+    settings = None
+    if what == "add":
+        try:
+            settings = ReplicaSettings(name=name, url=record["url"], dp_rank=record["dp_rank"])
+        except ValidationError as error:
+            raise unsound(f"The record by which {name} was added to pool {record['pool']}", str(error)) from None
+    return Change(what, record["pool"], name, settings, record["fingerprint"] or "")
 
 
 def contended(pool: str) -> Busy:

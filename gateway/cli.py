@@ -325,7 +325,11 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
 def _run_flags(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--resume", action="store_true", help="go on with the run, although it has ended")
-    which.add_argument("--new-run", action="store_true", help="begin a run, although the last did not end cleanly")
+    which.add_argument(
+        "--new-run",
+        action="store_true",
+        help="begin a run without a name, although the last of these did not end cleanly",
+    )
 
 
 def _config_flags(parser: argparse.ArgumentParser) -> None:

@@ -22,16 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import structlog
 
 from gateway.core.errors import Busy, NotFound
-from gateway.ledger.reader import Segments, forget, unmarked
-from gateway.ledger.shapes import Unreadable, unsound, wrong
+from gateway.ledger.reader import Segments, asked, forget, own, unmarked
+from gateway.ledger.shapes import Unreadable, foreign, unsound, wrong
 from gateway.ledger.writer import Ledger, LedgerFault
 from gateway.sessions import Sessions
 from gateway.settings import InvalidSettings, Settings
+from gateway.settings.deciding import differing
 from gateway.stores import Store
 from gateway.stores.memory import MemoryStore
 from gateway.tasks import start
+
+log = structlog.get_logger("detgate.runs")
 
 OPEN, ENDED, SHARED = "open", "ended", "shared"
 
@@ -40,6 +44,7 @@ ABOUT: dict[str, tuple[type, ...]] = {
     "named": (bool,),
     "started": (float, int),
     "deciding": (dict,),
+    "reloaded": (dict,),
     "state": (str,),
 }
 """What `run.json` holds, and of which type. One that was moved here to be looked at may have less."""
@@ -102,11 +107,19 @@ class Run:
             if known and (known.get("state") == SHARED) != store.shared:
                 raise OtherState(name, shared=store.shared)
             self.resumed = bool(known)
+            self.named = known.get("named", named)
+            """It has a name that somebody gave it."""
             deciding = settings.deciding()
-            self.differs = sorted(
-                key for key, value in deciding.items() if known.get("deciding", deciding).get(key) != value
-            )
-            """Deciding settings that are not those the run began with: the process must not serve it."""
+            if store.shared and not any(asked(self.folder)):
+                # The server knows with what it began; a process that it has refused may have left other settings here.
+                known.pop("deciding", None)
+                known.pop("reloaded", None)
+            began = known.get("deciding", deciding)
+            self.began: dict[str, Any] = began.get("pools") or {}
+            """The pools with which the run began, and the names of their replicas."""
+            reloaded = known.get("reloaded", {})
+            self.differs = differing(deciding, {**began, "pools": {**self.began, **reloaded}})
+            """Deciding settings that are not those the run began with, nor reloaded: the process must not serve it."""
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._lock is None and not store.shared:
                 self._lock = _locked(self.folder)
@@ -120,10 +133,11 @@ class Run:
             )
             self._about = {
                 "run": name,
-                "named": known.get("named", named),
+                "named": self.named,
                 "started": known.get("started", time.time()),
                 "epoch": self.epoch,
-                "deciding": known.get("deciding", deciding),
+                "deciding": began,
+                **({"reloaded": reloaded} if reloaded else {}),
             }
             self._write(SHARED if store.shared else OPEN)
             # Written before anything lives in it that would outlive a failure.
@@ -142,6 +156,17 @@ class Run:
             raise
         if not store.shared:
             forget(self.folder, but=self.ledger)
+
+    def reloaded(self, settings: Settings) -> None:
+        """The replicas of its pools were brought to those of `settings`: it goes on with them after a restart too."""
+        names = {name: each for name, each in settings.deciding()["pools"].items() if name in self.began}
+        if names.items() <= {**self.began, **self._about.get("reloaded", {})}.items():
+            return
+        self._about["reloaded"] = names
+        try:
+            self._write(OPEN if self._lock is not None else SHARED)
+        except OSError as error:
+            log.error("the reload cannot be kept: a restart will find other names", run=self.name, why=error.strerror)
 
     def close(self) -> None:
         """End it cleanly: nothing is in flight any more. Where the ledger lacks something, it stays unclean."""
@@ -164,6 +189,7 @@ class Run:
     def _restore(self, sessions: Sessions) -> list[dict[str, Any]]:
         """Read the ledger, unless others may be writing it. Gives what it lacks: ends, and gaps it does not know."""
         if self._store.shared:
+            own(self.folder, self.name)
             self.epoch = 0
             return []
         lost, self.epoch = _restored(self.name, self.folder, self._store, sessions)
@@ -292,8 +318,8 @@ class Runs:
             run.used_at = time.monotonic()
         if run.differs:
             raise Busy(
-                f"Run {name} began with other settings: {', '.join(run.differs)}. "
-                "Put them back, or begin another run (--new-run, or another name).",
+                f"Run {name} began with other settings: {', '.join(run.differs)}. Put them back, or begin another run: "
+                + ("start with --new-run." if run is self.own and not run.named else "give it another name."),
                 code="run_differs",
                 retry_after=60,
             )
@@ -422,7 +448,7 @@ def _restored(
     `through`: what the records go through. Raises `Unreadable`.
     """
     segments = Segments(folder)
-    lost = store.restore(name, folder, sessions.restoring(name, folder, through(_sound(segments))))
+    lost = store.restore(name, folder, sessions.restoring(name, folder, through(_sound(segments, name))))
     gaps = [{"event": "gap", "run": name, "time": time.time(), "missing": None}] * unmarked(folder)
     epoch = segments.gaps + len(gaps)
     if epoch:
@@ -430,10 +456,10 @@ def _restored(
     return gaps + lost, epoch
 
 
-def _sound(segments: Segments) -> Iterator[dict[str, Any]]:
-    """All records. Raises `Unreadable` at the first from which no run can go on."""
+def _sound(segments: Segments, run: str) -> Iterator[dict[str, Any]]:
+    """All records. Raises `Unreadable` at the first from which this run cannot go on."""
     for record in segments:
-        if (why := wrong(record)) is not None:
+        if (why := wrong(record) or foreign(record, run)) is not None:
             raise unsound(f"{segments.file}, line {segments.line}", why)
         yield record
 
@@ -445,6 +471,13 @@ def _chosen(settings: Settings, *, resume: bool, new: bool) -> str:
     """
     path = settings.ledger.path
     if settings.run is not None:
+        if new:
+            raise InvalidSettings(
+                [
+                    f"run: {settings.run} names the run, and --new-run begins one with a name of its own: give run"
+                    " another name, or leave out one of the two"
+                ]
+            )
         known = _known(path / settings.run)
         if known and known.get("state") == ENDED and not resume:
             raise InvalidSettings(
@@ -491,8 +524,8 @@ def _known(folder: Path) -> dict[str, Any]:
 def _unreadable(file: Path, why: str) -> Unreadable:
     return Unreadable(
         f"{file} does not say with which settings run {file.parent.name} began: {why}. Put it back from a copy, or "
-        "begin another run (--new-run, or another name). If it is removed, the run goes on from its records and its "
-        "settings are not checked."
+        "begin another run: by another name, or, where run names none, by --new-run. If it is removed, the run goes on "
+        "from its records and its settings are not checked."
     )
 
 

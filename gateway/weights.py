@@ -7,19 +7,15 @@ name. What an engine itself tells with an answer counts more than that name.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import orjson
 import structlog
 
 from gateway.changes import Change
 from gateway.core.errors import Busy
 from gateway.fleet import Fleet, Pool
-from gateway.ledger.shapes import Unreadable, unsound, wrong
-from gateway.settings import InvalidSettings, Settings
+from gateway.settings import Settings
 from gateway.siblings import Siblings
 
 log = structlog.get_logger("detgate.weights")
@@ -108,28 +104,12 @@ class Weights:
             await asyncio.sleep(LOOK_SECONDS)
 
 
-def _named(file: Path) -> Iterator[dict[str, Any]]:
-    """The records of changes in one segment."""
-    with file.open("rb") as segment:
-        for number, line in enumerate(segment, 1):
-            if b'"event":"weights"' in line and line.endswith(b"\n"):
-                with suppress(orjson.JSONDecodeError):
-                    record = orjson.loads(line)
-                    if isinstance(record, dict) and record.get("event") == "weights":
-                        if (why := wrong(record)) is not None:
-                            raise unsound(f"{file}, line {number}", why)
-                        yield record
-
-
-def restore(fleet: Fleet, folder: Path) -> list[dict[str, Any]]:
+def restore(fleet: Fleet, changes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Bring the gates to what the ledger of a run tells of them: a change may have been under way.
 
-    Gives its records, the last one last. Raises `InvalidSettings` where one of them cannot be made out.
+    `changes`: its records of changes. Gives those of weights, the last one last.
     """
-    try:
-        found = [record for file in folder.glob("*.jsonl") for record in _named(file) if record["pool"] in fleet.pools]
-    except Unreadable as fault:
-        raise InvalidSettings([f"ledger.path: {fault.message}"]) from None
+    found = [each for each in changes if each["event"] == "weights" and each["pool"] in fleet.pools]
     found.sort(key=lambda record: (record.get("number", 0), float(record["time"])))
     for record in found:
         gate = fleet.pools[record["pool"]].gate

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from gateway import runs
-from gateway.settings import InvalidSettings
+from gateway.settings import InvalidSettings, Settings
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, pool
 from tests.harness import gateway as whole
 from tests.redis_server import Front, RedisServer
@@ -197,6 +197,43 @@ async def test_where_a_part_of_the_ledger_is_elsewhere_the_trainer_gets_nothing(
             assert (refused.status_code, refused.json()["error"]["code"]) == (409, "ledger_elsewhere")
 
 
+async def test_names_that_were_reloaded_are_accepted_by_a_restart(tmp_path: Path) -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        given: dict[str, Any] = {"run": "r", "state": server.url, "ledger": {"path": str(tmp_path)}}
+        old = pool("policy", worker.url)
+        new = old | {"replicas": [{"name": "another", "url": worker.url}]}
+        for configured, reloaded in ((old, new), (new, None)):
+            async with whole(configured, **given) as gate:
+                store: Any = gate.gateway._store
+                await until(lambda store=store: store.why_down("r") is None)  # type: ignore[misc]
+                if reloaded is not None:
+                    gate.gateway.changes.reload(
+                        gate.gateway.settings, Settings.load(None, {}, {**given, "pools": [reloaded]})
+                    )
+                    await gate.until(lambda gate=gate: all(each.up for each in gate.gateway.fleet.replicas))  # type: ignore[misc]
+                answer = await post(gate, CHAT, chat())
+                assert (answer.status_code, answer.headers["x-detgate-replica"]) == (200, "another")
+
+
+async def test_settings_that_were_refused_can_be_put_right(tmp_path: Path) -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        policy = pool("policy", worker.url)
+        theirs: dict[str, Any] = {"run": "r", "state": server.url, "ledger": {"path": str(tmp_path / "theirs")}}
+        mine = theirs | {"ledger": {"path": str(tmp_path / "mine")}}
+        async with whole(policy, **theirs) as one:
+            store: Any = one.gateway._store
+            await until(lambda: store.why_down("r") is None)
+            assert (await post(one, CHAT, chat())).status_code == 200
+            async with whole(policy | {"routing": {"key": "session"}}, **mine) as two:
+                refused = await post(two, CHAT, chat())
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "run_differs")
+                assert "settings: pools[policy].routing.key. Put" in refused.json()["error"]["message"]
+            async with whole(policy, **mine) as two:
+                store = two.gateway._store
+                await until(lambda: store.why_down("r") is None)
+                assert (await post(two, CHAT, chat())).status_code == 200
+
+
 @pytest.mark.parametrize("first", ["memory", "redis"])
 async def test_a_run_stays_with_the_state_it_began_with(first: str, tmp_path: Path) -> None:
     """The other kind of store knows nothing of the indices that it gave away."""
@@ -279,6 +316,15 @@ async def test_what_a_gateway_did_and_cannot_make_out_any_more_is_refused_with_i
             store: Any = gate.gateway._store
             await until(lambda: store.why_down("r") is None)
             assert (await post(gate, f"/sessions/s{CHAT}", chat("2"))).headers["x-detgate-index"] == "1"
+
+
+async def test_a_segment_of_another_run_ends_the_start(tmp_path: Path) -> None:
+    async with RedisServer() as server, FakeWorker() as worker:
+        (tmp_path / "r").mkdir()
+        (tmp_path / "r" / "1-1.jsonl").write_bytes(b'{"event":"gateway","run":"other"}\n')
+        with pytest.raises(InvalidSettings, match=r"1-1\.jsonl, line 1 is no sound record: run is 'other', and not r"):
+            async with whole(pool("policy", worker.url), state=server.url, run="r", ledger={"path": str(tmp_path)}):
+                pass
 
 
 async def test_a_broken_record_of_weights_ends_the_start_with_its_place(tmp_path: Path) -> None:

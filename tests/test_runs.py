@@ -20,12 +20,13 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from gateway import runs
+from gateway import demo, runs
 from gateway.core.canonical import raw
+from gateway.core.errors import Busy
 from gateway.core.types import Request
 from gateway.ledger.reader import Segments
 from gateway.ledger.shapes import Unreadable
-from gateway.runs import Run, RunBusy, Told
+from gateway.runs import Run, RunBusy, Runs, Told
 from gateway.sessions import Sessions
 from gateway.settings import InvalidSettings, Settings
 from gateway.stores.memory import WEIGHT, MemoryStore
@@ -162,6 +163,37 @@ async def test_a_named_run_that_ended_needs_to_be_resumed(tmp_path: Path) -> Non
             assert (await ask(gate, "y")).headers["x-detgate-index"] == "1"
 
 
+async def test_a_name_and_a_new_run_exclude_each_other(tmp_path: Path) -> None:
+    settings = begun(tmp_path)
+    with pytest.raises(InvalidSettings, match=r"^run: r names the run, and --new-run begins one .* another name"):
+        Runs(settings, MemoryStore(), Sessions(settings, MemoryStore()), lambda: None, new=True)
+    assert runs._free(tmp_path / "r")
+
+
+async def test_what_is_advised_where_settings_differ_helps(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"ledger": {"path": str(tmp_path)}, "pools": [POOL]}
+
+    def opened(*, new: bool = False, **more: Any) -> Runs:
+        settings = Settings.load(None, {}, given | more)
+        return Runs(settings, MemoryStore(), Sessions(settings, MemoryStore()), lambda: None, new=new)
+
+    cases: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+        ({"run": "r"}, "give it another name", {"run": "r2"}),
+        ({}, "start with --new-run", {"new": True}),
+    ]
+    for first, advice, then in cases:
+        begun = opened(**first)
+        os.close(begun.own._lock)  # type: ignore[arg-type]  # as a process that is killed
+        differing = opened(**first, seed=7)
+        assert differing.own.name == begun.own.name
+        with pytest.raises(Busy, match=advice):
+            differing.find(differing.own.name)
+        os.close(differing.own._lock)  # type: ignore[arg-type]
+        helped = opened(**then, seed=7)
+        assert helped.find(helped.own.name).differs == []
+        helped.close()
+
+
 async def test_without_a_name_each_start_after_a_clean_end_is_a_new_run_that_repeats_the_last(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"ledger": {"path": str(tmp_path)}}
     seen: list[tuple[str, str, str]] = []
@@ -209,6 +241,13 @@ POOL = {"name": "policy", "engine": "vllm", "models": ["m"], "replicas": [{"name
         ("profile", "strict"),
         ("pools", [POOL | {"replicas": [{"name": "b", "url": "http://127.0.0.1:9"}]}]),
         ("pools", [POOL | {"name": "other"}]),
+        ("pools[policy].engine", [POOL | {"engine": "sglang"}]),
+        ("pools[policy].role", [POOL | {"role": "reward"}]),
+        ("pools[policy].models", [POOL | {"models": ["other"]}]),
+        ("pools[policy].routing.key", [POOL | {"routing": {"key": "session"}}]),
+        ("pools[policy].routing.slack", [POOL | {"routing": {"slack": 2}}]),
+        ("pools[policy].routing.on_home_down", [POOL | {"routing": {"slack": 0, "on_home_down": "fail"}}]),
+        ("pools[policy].lane.limit, pools[policy].lane.scope", [POOL | {"lane": {"scope": "pool", "limit": 4}}]),
     ],
 )
 async def test_a_key_that_differs_is_named(tmp_path: Path, key: str, other: Any) -> None:
@@ -216,9 +255,9 @@ async def test_a_key_that_differs_is_named(tmp_path: Path, key: str, other: Any)
     same = Run(settings, "r", MemoryStore(), Sessions(settings, MemoryStore()), lambda: None, named=True)
     assert same.differs == []
     same.close()
-    theirs = Settings.load(None, {}, settings.model_dump() | {key: other})
+    theirs = Settings.load(None, {}, settings.model_dump() | {key.partition("[")[0]: other})
     differing = Run(theirs, "r", MemoryStore(), Sessions(theirs, MemoryStore()), lambda: None, named=True)
-    assert differing.differs == [key]
+    assert ", ".join(differing.differs) == key
     differing.close()
     assert json.loads((tmp_path / "r" / "run.json").read_text())["deciding"] == settings.deciding()
 
@@ -238,7 +277,7 @@ async def test_however_a_setting_is_given_a_process_that_differs_is_not_ready_an
     begun(tmp_path)
     if command == "demo":
         known = json.loads((tmp_path / "r" / "run.json").read_text())
-        known["deciding"] |= {"pools": {"policy": ["policy-0", "policy-1"], "reward": ["reward-0"]}}
+        known["deciding"] = Settings.load(None, {}, demo._pools(["http://127.0.0.1:9"] * 3)).deciding()
         (tmp_path / "r" / "run.json").write_text(json.dumps(known))
     else:
         file = {"run": "r", "ledger": {"path": str(tmp_path)}, "pools": [POOL]}
@@ -744,6 +783,25 @@ async def test_a_run_whose_settings_cannot_be_made_out_is_refused(tmp_path: Path
             assert files(tmp_path / "r") == as_it_was
             (tmp_path / "r" / "run.json").write_bytes(whole)
             assert (await of_run(gate, "r", "2")).headers["x-detgate-index"] == "1"
+
+
+@pytest.mark.parametrize("line", [0, 1])
+async def test_a_segment_of_another_run_is_refused(tmp_path: Path, line: int) -> None:
+    ledger: dict[str, Any] = {"ledger": {"path": str(tmp_path)}}
+    async with FakeWorker() as worker:
+        for run in ("other", "r"):
+            async with gateway(pool("policy", worker.url), run=run, **ledger) as gate:
+                await ask(gate, "1")
+        (segment,) = (tmp_path / "other").glob("*.jsonl")
+        lines = segment.read_text().splitlines(keepends=True)
+        copied = tmp_path / "r" / segment.name
+        copied.write_text("".join(lines[line:]))
+        with pytest.raises(InvalidSettings, match=rf"{copied}, line 1 is no sound record: run is 'other', and not r"):
+            async with gateway(pool("policy", worker.url), run="r", resume=True, **ledger):
+                pass
+        copied.unlink()
+        async with gateway(pool("policy", worker.url), run="r", resume=True, **ledger) as gate:
+            assert (await ask(gate, "2")).headers["x-detgate-index"] == "1"
 
 
 async def told_of_everything(folder: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import heapq
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,6 +17,7 @@ import orjson
 
 from gateway.evidence.files import because
 from gateway.ledger.requests import timed
+from gateway.ledger.shapes import odd
 
 
 class Unusable(Exception):
@@ -66,10 +67,12 @@ Line = tuple[dict[str, Any], tuple[int, int]]
 class Lines:
     """Every record of a source with its place; those of several gateways in the order of their times.
 
-    `torn` counts, while reading, the lines that are no record.
+    `torn` counts, while reading, the lines that are no record. `judged` says what is wrong with a record: then
+    `Unusable` is raised that names file and line.
     """
 
     source: Source
+    judged: Callable[[dict[str, Any]], str | None] = odd
     torn: int = 0
     read: int = 0
     """Bytes read so far."""
@@ -92,13 +95,15 @@ class Lines:
 
     def _segment(self, number: int, file: Path) -> Iterator[Line]:
         offset = 0
-        for line in _lines(file):
+        for at, line in enumerate(_lines(file), 1):
             try:
                 record = orjson.loads(line)
             except orjson.JSONDecodeError:
                 self.torn += 1
             else:
                 if type(record) is dict:
+                    if (why := self.judged(record)) is not None:
+                        raise Unusable(f"{file}, line {at}, is no sound record: {why}. Mend it, or leave the line out.")
                     yield record, (number, offset)
             offset += len(line)
             self.read += len(line)
@@ -110,8 +115,8 @@ def gateway_of(file: Path) -> str | None:
         with suppress(orjson.JSONDecodeError):
             record = orjson.loads(line)
             if type(record) is dict and record.get("event") in ("gateway", "opened"):
-                gateway: str | None = record.get("gateway")
-                return gateway
+                gateway = record.get("gateway")
+                return gateway if isinstance(gateway, str) else None
     return None
 
 
@@ -163,9 +168,27 @@ def _folder(name: str, folder: Path) -> Source:
 
 
 def about(folder: Path) -> dict[str, Any]:
-    """What is kept with the run of this folder; nothing where there is none."""
+    """What is kept with the run of this folder; nothing where there is none. Raises `Unusable` where it cannot be."""
+    file = folder / "run.json"
     try:
-        told = orjson.loads((folder / "run.json").read_bytes())
+        told = orjson.loads(file.read_bytes())
     except (OSError, orjson.JSONDecodeError):
         return {}
-    return told if isinstance(told, dict) else {}
+    if not isinstance(told, dict):
+        return {}
+    match told.get("deciding") or {}:
+        case {"seed": seed} if type(seed) is not int:
+            raise Unusable(f"{file}: seed cannot be {seed!r:.100}")
+        case {"pools": pools} if not _names(pools):
+            raise Unusable(f"{file}: pools cannot be {pools!r:.100}")
+        case dict():
+            return told
+        case other:
+            raise Unusable(f"{file}: deciding cannot be {other!r:.100}")
+
+
+def _names(pools: Any) -> bool:
+    """Whether these are pools with the names of their replicas."""
+    return isinstance(pools, dict) and all(
+        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in pools.values()
+    )

@@ -10,6 +10,7 @@ from gateway.core.identity import ANONYMOUS
 from gateway.evidence.bodies import Records, asked
 from gateway.evidence.ledgers import Lines, Place, Source, Unusable
 from gateway.evidence.requests import base_of, resumed
+from gateway.ledger.shapes import odd_to_send
 
 
 class Sent(NamedTuple):
@@ -59,7 +60,7 @@ class Script:
 def script(source: Source) -> Script:
     """Read what is to be sent. Raises `Unusable` where there is nothing, or bodies were not kept."""
     reading = _Reading()
-    for segment, offset, record in Lines(source):
+    for segment, offset, record in Lines(source, odd_to_send):
         reading.note(Place(segment, offset), record)
     total = sum(len(session.requests) for session in reading.sessions.values())
     if not total:

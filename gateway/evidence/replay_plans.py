@@ -26,6 +26,7 @@ from gateway.evidence.bodies import asked
 from gateway.evidence.ledgers import Lines, Place, Source, Unusable, writer_of
 from gateway.evidence.requests import TOLD_EVERY, base_of, resumed, sortable
 from gateway.evidence.sorting import Sorter
+from gateway.ledger.shapes import odd_claim
 
 KEPT = 100
 """Differences that are told one by one; all are counted."""
@@ -83,7 +84,7 @@ class Replayed:
 def replay(source: Source, watch: Callable[[int], None] = lambda done: None) -> Replayed:
     """Make every decision of a run again. Raises `Unusable` where nothing is recorded."""
     run = _Run(source)
-    lines = Lines(source)
+    lines = Lines(source, odd_claim)
     for number, (segment, offset, record) in enumerate(lines):
         run.note(Place(segment, offset), record)
         if not number % TOLD_EVERY:
@@ -124,7 +125,7 @@ class _Run:
                 self._opened(place, record)
             case "closed":
                 self._closed(place, record)
-            case "session" if record.get("seed") is not None:
+            case "session" if record.get("seed") is not None and record.get("session") is not None:
                 self._seeds[record["session"]] = record["seed"]
             case "gap":
                 self.gaps = True
@@ -136,9 +137,9 @@ class _Run:
     def _fleet(self, place: Place, record: dict[str, Any]) -> None:
         """A change of a pool, or what one of its replicas says of itself."""
         engine = (record.get("facts") or {}).get("engine")
-        if isinstance(engine, str):
+        if isinstance(engine, str) and isinstance(record.get("pool"), str):
             self._engines[record["pool"]] = engine
-        if isinstance(names := record.get("replicas"), list):
+        if isinstance(names := record.get("replicas"), list) and isinstance(record.get("pool"), str):
             self._known(place, record["pool"]).append(names)
 
     def _known(self, place: Place, pool: str) -> list[list[str]]:
@@ -166,7 +167,7 @@ class _Run:
         claims = self._claims.get(_key(record))
         if claims is None:
             return
-        self._event(place, record, ("closed", record["index"], record.get("used", False)))
+        self._event(place, record, ("closed", record["index"], bool(record.get("used"))))
         self._replica(claims.pop(0), record)
         if not claims:
             del self._claims[_key(record)]
@@ -190,24 +191,24 @@ class _Run:
     # --- seed
     def _seed(self, record: dict[str, Any]) -> None:
         source = record["seed_source"]
-        if record["seed"] is None and source == "none":
+        if record.get("seed") is None and source == "none":
             return
-        if not self._deciding:
+        if "seed" not in self._deciding:
             self.found.pass_over("seed", NO_SEED)
             return
         decided = self._planned(record)
         if decided is not None:
             now = (decided.seed, decided.seed_source)
-            self.found.check(record["request_id"], "seed", (record["seed"], source), now)
+            self.found.check(record["request_id"], "seed", (record.get("seed"), source), now)
         elif source == "client":
             self.found.pass_over("seed", CLIENTS)
         elif self._deciding.get("client_seed") == "mix":
             self.found.pass_over("seed", MIXED)
         else:
-            self.found.check(record["request_id"], "seed", record["seed"], self._derived(record))
+            self.found.check(record["request_id"], "seed", record.get("seed"), self._derived(record))
 
     def _derived(self, record: dict[str, Any]) -> int | None:
-        scheme, origin = record["scheme"], _origin(record)
+        scheme, origin = record.get("scheme"), _origin(record)
         if scheme not in schemes.names():
             return None
         identity, index = (record["identity"], record["index"]) if origin is None else (origin.identity, origin.index)
@@ -221,7 +222,7 @@ class _Run:
     def _planned(self, record: dict[str, Any]) -> plan.Plan | None:
         """The whole plan, from the body; None where that or the engine is not known."""
         body, handling = asked(record), self._handling(record)
-        if body is None or handling is None or record["scheme"] not in schemes.names():
+        if body is None or handling is None or record.get("scheme") not in schemes.names():
             return None
         try:
             wish = plan.read_wish(handling, Document(body))
@@ -387,7 +388,7 @@ class _Claimed:
     """How many of these were over when it was claimed."""
 
 
-_NEEDED = ("session", "identity", "index", "order", "digest", "request_id", "route", "seed_source")
+_NEEDED = ("session", "identity", "index", "order", "digest", "request_id", "route", "pool", "seed_source")
 
 
 def _origin(record: dict[str, Any]) -> Origin | None:

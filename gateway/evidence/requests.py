@@ -177,7 +177,7 @@ class Requests:
                 if claim.ended is None:
                     claim.ended = place
                     break
-        elif event == "session" and record.get("seed") is not None:
+        elif event == "session" and record.get("seed") is not None and record.get("session") is not None:
             self.seeds[record["session"]] = record["seed"]
         elif event == "fenced":
             self.fenced.add(record["session"])
@@ -374,5 +374,5 @@ def _attempts(closed: dict[str, Any]) -> list[tuple[str, str | None]]:
         return [(replica, None) for replica in closed.get("replicas") or ()]
     attempts = [(each.get("replica"), each.get("outcome")) for each in told]
     if sum(ended == "answered" for _, ended in attempts) > 1:
-        attempts.sort()  # calls of one request, which end in any order
+        attempts.sort(key=lambda each: (each[0], each[1] or ""))  # calls of one request, which end in any order
     return attempts

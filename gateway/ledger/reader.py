@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from gateway.ledger.shapes import foreign, unsound, wrong
 from gateway.ledger.writer import Ledger
 
 BUFFER = 1 << 20
@@ -47,6 +49,36 @@ class Segments:
                     self.gaps += record.get("event") == "gap"
                     self.file, self.line = file, number
                     yield record
+
+
+def changes(folder: Path) -> Iterator[dict[str, Any]]:
+    """The records of what became of the fleet and of weights, oldest segment first. Raises `Unreadable`."""
+    for file in sorted(folder.glob("*.jsonl")):
+        with file.open("rb") as segment:
+            for number, line in enumerate(segment, 1):
+                if (b'"event":"weights"' in line or b'"event":"fleet"' in line) and line.endswith(b"\n"):
+                    with suppress(orjson.JSONDecodeError):
+                        record = orjson.loads(line)
+                        if isinstance(record, dict) and record.get("event") in ("weights", "fleet"):
+                            if (why := wrong(record)) is not None:
+                                raise unsound(f"{file}, line {number}", why)
+                            yield record
+
+
+def own(folder: Path, run: str) -> None:
+    """Raises `Unreadable` where a segment begins with a record of another run."""
+    for file in folder.glob("*.jsonl"):
+        with file.open("rb") as segment, suppress(orjson.JSONDecodeError):
+            record = orjson.loads(segment.readline())
+            if isinstance(record, dict) and (why := foreign(record, run)) is not None:
+                raise unsound(f"{file}, line 1", why)
+
+
+def asked(folder: Path) -> Iterator[bytes]:
+    """The records of claims, as they stand."""
+    for file in sorted(folder.glob("*.jsonl")):
+        with file.open("rb") as segment:
+            yield from (line for line in segment if line.startswith(b'{"event":"opened"'))
 
 
 def unmarked(folder: Path) -> int:

@@ -1,9 +1,12 @@
-"""What a record must hold, so that a run can go on from it. Fields that nothing is restored from are not looked at."""
+"""What a record must hold, so that a run can go on from it, or so that it can be read at all.
+
+Where a run goes on, fields that nothing is restored from are not looked at.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.core.errors import Busy
 from gateway.core.indexing import LATE, MANY, NONE
@@ -28,6 +31,13 @@ def unsound(place: str, why: str) -> Unreadable:
     )
 
 
+def foreign(record: Mapping[str, Any], run: str) -> str | None:
+    """Why a record is none of this run; None: it is one."""
+    if (told := record.get("run", run)) == run:
+        return None
+    return f"run is {told!r:.100}, and not {run}: a segment of another run belongs into the folder of that"
+
+
 def wrong(record: Mapping[str, Any]) -> str | None:
     """What is wrong with a record; None: nothing."""
     event = record.get("event")
@@ -42,6 +52,57 @@ def wrong(record: Mapping[str, Any]) -> str | None:
             return f"{name} cannot be {record[name]!r:.100}"
     more = _MORE.get(event)
     return None if more is None else more(record)
+
+
+def odd(record: Mapping[str, Any]) -> str | None:
+    """What is wrong with a record for whoever only reads it: a field that is there has another type. None: nothing."""
+    event, get = record.get("event"), record.get
+    table = _READ.get(event, _READ_ELSE) if type(event) is str else _READ_ELSE
+    made = (*record, *map(type, record.values()))
+    if made not in table.sound:
+        for name, types in table.types.items():
+            if type(get(name)) not in types:
+                return f"{name} cannot be {get(name)!r:.100}"
+        if len(table.sound) < _MADE:
+            table.sound.add(made)
+    for name in table.counts:
+        if (value := get(name)) and not 0 <= value < 1 << 31:
+            return f"{name} cannot be {value!r:.100}"
+    for name in _IDS:
+        if (value := get(name)) and len(value) > _LONGEST:
+            return f"{name} is too long"
+    for name, fits in table.parts:
+        if (value := get(name)) and not fits(value):
+            return f"{name} cannot be {value!r:.100}"
+    if table is _READ_ELSE and event is None and "identity" in record:
+        return next((f"{name} is missing" for name in _REQUEST if get(name) is None), None)
+    return None
+
+
+def odd_claim(record: Mapping[str, Any]) -> str | None:
+    """The same for whoever makes decisions again."""
+    if (why := odd(record)) is not None or record.get("event") != "opened":
+        return why
+    if (digest := record.get("digest")) is not None and not _hex(digest):
+        return f"digest cannot be {digest!r:.100}"
+    if (order := record.get("order")) is not None and not _order(order):
+        return f"order cannot be {order!r:.100}"
+    if record.get("content") is None and (order == "client" or record.get("key") is not None):
+        return _UNBOUND
+    return None
+
+
+def odd_to_send(record: Mapping[str, Any]) -> str | None:
+    """The same for whoever sends requests again, and creates sessions for it."""
+    if (why := odd(record)) is not None:
+        return why
+    needed: tuple[str, ...] = ()
+    match record.get("event"):
+        case "opened":
+            needed = ("route", "order", "pool")
+        case "session":
+            needed = ("session", "identity", *(() if record.get("group") is None else ("group_identity", "group_size")))
+    return next((f"{name} is missing" for name in needed if record.get(name) is None), None)
 
 
 def _text(value: Any) -> bool:
@@ -102,7 +163,7 @@ def _hex(value: Any) -> bool:
 
 def _opened(record: Mapping[str, Any]) -> str | None:
     if record["content"] is None and (record["order"] == "client" or record["key"] is not None):
-        return "content is missing, which a number or a key is bound to"
+        return _UNBOUND
     if record.get("kind") == "sample" and not _text(record.get("request_id")):
         return "request_id is missing or of another type"
     return None
@@ -116,6 +177,21 @@ def _session(record: Mapping[str, Any]) -> str | None:
     if not (_text(record.get("group_identity")) and _count(record.get("group_size")) and _count(record["member"])):
         return "group_identity, group_size or member is missing or of another type"
     return None
+
+
+def _fleet(record: Mapping[str, Any]) -> str | None:
+    """What `/admin` was asked for is made again; what else became of the fleet is not."""
+    if not record.get("asked"):
+        return None
+    if not all(_text(record.get(name)) for name in ("change", "pool", "replica")):
+        return "change, pool or replica is missing or of another type"
+    if record["change"] == "added" and not (_text(record.get("url")) and _rank_or_none(record.get("dp_rank"))):
+        return "url or dp_rank is missing or of another type"
+    return None if _name_or_none(record.get("fingerprint")) else "fingerprint is of another type"
+
+
+def _rank_or_none(value: Any) -> bool:
+    return value is None or _count(value)
 
 
 def _weights(record: Mapping[str, Any]) -> str | None:
@@ -160,5 +236,78 @@ _FIELDS: dict[str, dict[str, Fits]] = {
 _MORE: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
     "opened": _opened,
     "session": _session,
+    "fleet": _fleet,
     "weights": _weights,
 }
+
+
+def _texts(value: Any) -> bool:
+    return all(type(each) is str for each in value)
+
+
+def _numbers(value: Any) -> bool:
+    return all(map(_number, value.values()))
+
+
+def _attempts(value: Any) -> bool:
+    return all(
+        type(each) is dict and type(each.get("replica")) is str and _name_or_none(each.get("outcome")) for each in value
+    )
+
+
+_UNBOUND = "content is missing, which a number or a key is bound to"
+
+
+class _Read(NamedTuple):
+    """What commands and pages read of a record. All may be null, or not there, but for what tells requests apart."""
+
+    types: dict[str, tuple[type, ...]]
+    counts: tuple[str, ...]
+    parts: tuple[tuple[str, Fits], ...]
+    """Lists and objects, and what must be in them."""
+    sound: set[tuple[Any, ...]]
+    """Names and types of sound records, as they were met: nearly all are made as another was."""
+
+
+_MADE = 1000
+"""So many of these are kept."""
+
+_IDS = ("session", "identity")
+_LONGEST = 4096
+
+_NONE = type(None)
+_TEXT, _WHOLE, _LIST, _OBJECT = (str, _NONE), (int, _NONE), (list, _NONE), (dict, _NONE)
+
+_KEY: dict[str, tuple[type, ...]] = {"session": (str,), "identity": (str,), "index": (int,)}
+_ANY: dict[str, tuple[type, ...]] = {"run": _TEXT, "time": (float, int, _NONE), "gateway": _TEXT, "flags": _LIST}
+_OPENED: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("order", "digest", "content", "request_id", "route", "pool", "scheme", "group", "resumes"), _TEXT),
+    **dict.fromkeys(("key", "model", "seed_source"), _TEXT),
+    **dict.fromkeys(("seed", "ordinal", "member", "repeat", "claims"), _WHOLE),
+}
+_CLOSED: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("finish_reasons", "attempts", "replicas", "candidates"), _LIST),
+    **dict.fromkeys(("usage", "loads"), _OBJECT),
+    "used": (bool, _NONE),
+}
+_ELSE: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("event", "session", "identity", "why"), _TEXT),
+    **dict.fromkeys(("index", "group_size"), _WHOLE),
+    "facts": _OBJECT,
+}
+_COUNTS = ("index", "ordinal", "member", "repeat", "claims")
+_PARTS: tuple[tuple[str, Fits], ...] = (
+    ("flags", _texts),
+    ("attempts", _attempts),
+    ("replicas", _texts),
+    ("candidates", _texts),
+    ("loads", _numbers),
+)
+
+_READ: dict[str, _Read] = {
+    "opened": _Read(_KEY | _ANY | _OPENED, _COUNTS, _PARTS[:1], set()),
+    "complete": _Read(_KEY, ("index",), (), set()),
+    "closed": _Read(_KEY | _ANY | _CLOSED, ("index",), _PARTS, set()),
+}
+_READ_ELSE = _Read(_ANY | _OPENED | _CLOSED | _ELSE, (*_COUNTS, "group_size"), _PARTS, set())
+"""Of all else: what became of sessions and replicas, and requests as one object each."""

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from gateway import schemes
-from gateway.settings import checks, messages, sources
+from gateway.settings import checks, deciding, defaults, messages, sources
 from gateway.settings.messages import InvalidSettings
 from gateway.settings.schema import (
     Auth,
@@ -68,13 +67,6 @@ __all__ = [
     "Tracing",
     "hashed",
 ]
-
-_STRICT: dict[str, dict[str, Any]] = {
-    "ledger": {"on_error": "fail"},
-    "routing": {"slack": math.inf, "on_home_down": "wait"},
-    "guards": {"shared_seed": "refuse", "clones": "refuse"},
-}
-"""Defaults of `profile: strict` that are not the schema's."""
 
 
 class Settings(BaseSettings):
@@ -160,13 +152,7 @@ class Settings(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _filled(cls, given: Any) -> Any:
-        """`given` with the defaults that depend on the profile, the role, or the settings at the top."""
-        raw = {key: value for key, value in given.items() if value is not None}
-        if raw.get("profile") == "strict":
-            raw |= {name: _beneath(weak, raw.get(name)) for name, weak in _STRICT.items()}
-        if isinstance(raw.get("pools"), list | tuple):
-            raw["pools"] = [_filled_pool(pool, raw.get("routing")) for pool in raw["pools"]]
-        return raw
+        return defaults.filled(given)
 
     @field_validator("scheme")
     @classmethod
@@ -186,14 +172,7 @@ class Settings(BaseSettings):
 
     def deciding(self) -> dict[str, Any]:
         """The settings that decide what a request gets; two processes of one run must agree on them."""
-        return {
-            "seed": self.seed,
-            "scheme": self.scheme,
-            "index_order": self.index_order,
-            "client_seed": self.client_seed,
-            "profile": self.profile,
-            "pools": {pool.name: sorted(replica.name for replica in pool.replicas) for pool in self.pools},
-        }
+        return deciding.deciding(self)
 
     def digest(self) -> str:
         """SHA-256 of `deciding()` as JSON with sorted keys and no spaces, in hex."""
@@ -203,32 +182,3 @@ class Settings(BaseSettings):
     def masked(self) -> dict[str, Any]:
         """Everything in force as plain JSON values, for printing: keys and passwords masked."""
         return self.model_dump(mode="json")
-
-
-def _beneath(weak: Mapping[str, Any], strong: Any) -> Any:
-    """`strong` over the defaults `weak`; what is no mapping is left for the schema to refuse."""
-    if isinstance(strong, BaseModel):
-        strong = strong.model_dump(exclude_unset=True)
-    if strong is None:
-        return dict(weak)
-    return {**weak, **strong} if isinstance(strong, Mapping) else strong
-
-
-def _filled_pool(pool: Any, routing: Any) -> Any:
-    raw = _beneath({}, pool)
-    if not isinstance(raw, dict):
-        return raw
-    above = _beneath({}, routing)
-    if isinstance(above, dict):
-        raw["routing"] = _beneath(above, raw.get("routing"))
-    lane = _beneath({}, raw.get("lane"))
-    if isinstance(lane, dict):
-        lane = _filled_lane(lane, raw.get("role") == "reward")
-    raw["lane"] = lane
-    return raw
-
-
-def _filled_lane(lane: dict[str, Any], reward: bool) -> dict[str, Any]:
-    scope = lane.get("scope", "replica" if reward else "none")
-    one = scope == "group" or (reward and scope != "none")
-    return {"scope": scope, **({"limit": 1} if one else {}), **lane}

@@ -14,7 +14,7 @@ import orjson
 import structlog
 
 from gateway.ledger.shapes import unsound, wrong
-from gateway.shared.part import Deed, Memory, Telling
+from gateway.shared.part import Deed, Memory, Telling, Terms
 
 log = structlog.get_logger("detgate.store")
 
@@ -164,6 +164,16 @@ def recall(folder: Path) -> Memory:
         return Memory(*orjson.loads((folder / MEMORY).read_bytes()))
     except (OSError, orjson.JSONDecodeError, TypeError):
         return Memory()
+
+
+def terms(folder: Path, ours: Terms) -> Terms:
+    """`ours`, with the settings by which the server knows the run, where a reload has brought other names since."""
+    try:
+        about = orjson.loads((folder / "run.json").read_bytes())
+        began = about["deciding"] if about.get("reloaded") else None
+    except (OSError, orjson.JSONDecodeError, AttributeError, KeyError):
+        return ours
+    return ours if began is None else ours._replace(deciding=orjson.dumps(began, option=orjson.OPT_SORT_KEYS))
 
 
 def remember(folder: Path, gateway: str, memory: Memory) -> None:

@@ -19,6 +19,7 @@ import structlog
 
 from gateway.core.errors import Busy, Fault, Gone, StoreFault
 from gateway.ledger.shapes import Unreadable
+from gateway.settings.deciding import differing
 from gateway.shared import scripts
 from gateway.shared.link import Link, Refused, Words
 
@@ -323,8 +324,7 @@ class Part:
         match answer[0]:
             case b"differs":
                 theirs, ours = orjson.loads(answer[1]), orjson.loads(self._terms.deciding)
-                keys = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
-                return differs(self.run, keys)
+                return differs(self.run, differing(ours, theirs))
             case b"over":
                 return gone(self.run)
             case b"refused":
@@ -347,7 +347,7 @@ def differs(run: str, keys: Sequence[str]) -> Busy:
     """The refusal of a run that began with other settings."""
     return Busy(
         f"Run {run} began with other settings: {', '.join(keys)}. "
-        "Put them back, or begin another run (--new-run, or another name).",
+        "Put them back, or begin another run: give it another name.",
         code="run_differs",
         retry_after=60,
     )

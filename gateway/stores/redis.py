@@ -282,7 +282,8 @@ class SharedRun:
         self._shown = None if folder is None else deeds.show(folder, store.terms.gateway)
         memory = Memory() if folder is None else deeds.recall(folder)
         peers = () if folder is None else deeds.known(folder)
-        self.part = Part(store.link, run, store.terms, self, memory, peers)
+        terms = store.terms if folder is None else deeds.terms(folder, store.terms)
+        self.part = Part(store.link, run, terms, self, memory, peers)
         self._keys = self.part.keys
         self._held: dict[int, Held] = {}
         self._issued: dict[tuple[bytes, int], Issued] = {}

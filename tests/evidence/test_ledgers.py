@@ -96,5 +96,5 @@ def test_records_of_several_gateways_come_in_the_order_of_their_times(ledger: Pa
     second = [{"event": "gateway", "gateway": "b", "time": 2}, {"event": "opened", "gateway": "b", "time": 3}]
     for name, records in (("1-1", first), ("2-2", second), ("3-1", [{"event": "opened", "gateway": "a", "time": 5}])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    read = [(segment, record.get("time")) for segment, _, record in Lines(find("one", ledger))]
+    read = [(segment, record.get("time")) for segment, _, record in Lines(find("one", ledger), lambda _: None)]
     assert read == [(0, 1), (1, 2), (1, 3), (0, 4), (0, None), (2, 5)]

@@ -263,6 +263,14 @@ def test_the_digest_is_that_of_earlier_releases() -> None:
         {"profile": "strict"},
         {"pools": [{**POOL, "name": "b"}]},
         {"pools": [{**POOL, "replicas": [{**REPLICA, "name": "a-1"}]}]},
+        {"pools": [{**POOL, "engine": "sglang"}]},
+        {"pools": [{**POOL, "role": "reward"}]},
+        {"pools": [{**POOL, "models": ["m"]}]},
+        {"pools": [{**POOL, "lane": {"scope": "pool", "limit": 4}}]},
+        {"pools": [{**POOL, "routing": {"key": "session"}}]},
+        {"routing": {"key": "session"}},
+        {"routing": {"slack": "inf"}},
+        {"routing": {"on_home_down": "fail"}},
     ],
 )
 def test_what_decides_changes_the_digest(change: dict[str, Any]) -> None:

@@ -46,11 +46,17 @@ httpGet: {path: {{ $path }}, port: http{{ if $root.Values.tls.existingSecret }},
 {{- end }}
 {{- end }}
 
+{{/* The port of a URL. */}}
+{{- define "detgate.port" -}}
+{{- $url := urlParse . }}
+{{- regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host) | default (ternary "443" "80" (eq $url.scheme "https")) }}
+{{- end }}
+
 {{/* The replicas of a pool, by their stable names. */}}
 {{- define "detgate.replicas" -}}
 {{- $root := index . 0 }}{{ $pool := index . 1 }}
 {{- range $pool.servers }}
-- name: {{ .name }}
+- name: {{ .name | quote }}
   url: {{ .url | quote }}
   {{- if hasKey . "dpRank" }}
   dp_rank: {{ .dpRank }}
@@ -58,14 +64,14 @@ httpGet: {path: {{ $path }}, port: http{{ if $root.Values.tls.existingSecret }},
 {{- end }}
 {{- with $pool.statefulSet }}
 {{- range $number := until (int .replicas) }}
-- name: {{ $pool.statefulSet.name }}-{{ $number }}
+- name: {{ printf "%s-%d" $pool.statefulSet.name $number | quote }}
   url: http://{{ $pool.statefulSet.name }}-{{ $number }}.{{ $pool.statefulSet.service }}.{{ $pool.statefulSet.namespace | default $root.Release.Namespace }}.svc.{{ $root.Values.clusterDomain }}:{{ $pool.statefulSet.port | default 8000 }}
 {{- end }}
 {{- end }}
 {{- with $pool.start }}
 {{- $name := printf "%s-%s" (include "detgate.fullname" $root) $pool.name }}
 {{- range $number := until (int $pool.start.replicas) }}
-- name: {{ $pool.name }}-{{ $number }}
+- name: {{ printf "%s-%d" $pool.name $number | quote }}
   url: http://{{ $name }}-{{ $number }}.{{ $name }}.{{ $root.Release.Namespace }}.svc.{{ $root.Values.clusterDomain }}:{{ $pool.start.port | default 8000 }}
 {{- end }}
 {{- end }}
@@ -77,7 +83,7 @@ httpGet: {path: {{ $path }}, port: http{{ if $root.Values.tls.existingSecret }},
 {{ end -}}
 pools:
 {{- range .Values.pools }}
-- name: {{ .name }}
+- name: {{ .name | quote }}
   {{- range $key, $value := omit . "name" "servers" "statefulSet" "start" }}
   {{ $key }}: {{ toJson $value }}
   {{- end }}
@@ -107,9 +113,65 @@ pools:
 {{- if and (not .Values.pools) (not .Values.configSecret.name) }}
 {{- fail "pools: none; list the replicas that the gateway stands before" }}
 {{- end }}
+{{- if and (gt (int .Values.settings.workers) 1) (not $shared) }}
+{{- fail "settings.workers: several processes share their counters by redis; set redis.url or redis.existingSecret" }}
+{{- end }}
+{{- with .Values.autoscaling }}
+{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) }}
+{{- fail (printf "autoscaling.minReplicas: %d is more than maxReplicas, %d" (int .minReplicas) (int .maxReplicas)) }}
+{{- end }}
+{{- end }}
+{{- range .Values.env }}
+{{- if and (eq .name "DETGATE_TIMEOUTS__DRAIN") (kindIs "invalid" $.Values.drainSeconds) }}
+{{- fail "drainSeconds: is needed beside DETGATE_TIMEOUTS__DRAIN in env, so that pods are given longer" }}
+{{- end }}
+{{- end }}
+{{- $pools := dict }}
+{{- $replicas := dict }}
 {{- range .Values.pools }}
 {{- if ne 1 (len (keys (pick . "servers" "statefulSet" "start"))) }}
 {{- fail (printf "pools: %s needs one of servers, statefulSet and start" .name) }}
 {{- end }}
+{{- if hasKey $pools .name }}
+{{- fail (printf "pools: two have the name %s" .name) }}
+{{- end }}
+{{- $_ := set $pools .name true }}
+{{- $pool := .name }}
+{{- range fromYamlArray (include "detgate.replicas" (list $ .)) }}
+{{- if hasKey $replicas .name }}
+{{- fail (printf "pools: two replicas have the name %s, one of pool %s and one of pool %s" .name (get $replicas .name) $pool) }}
+{{- end }}
+{{- $_ := set $replicas .name $pool }}
+{{- end }}
+{{- include "detgate.checkPool" (list $ .) }}
+{{- end }}
+{{- end }}
+
+{{/* What a pool's own settings contradict, as `detgate config` has it. */}}
+{{- define "detgate.checkPool" -}}
+{{- $settings := (index . 0).Values.settings }}
+{{- $pool := index . 1 }}
+{{- $strict := eq ($settings.profile | default "balanced") "strict" }}
+{{- $lane := $pool.lane | default dict }}
+{{- $reward := eq ($pool.role | default "generate") "reward" }}
+{{- $scope := $lane.scope | default (ternary "replica" "none" $reward) }}
+{{- $limit := $lane.limit | default (ternary 1 0 (or (eq $scope "group") (and $reward (ne $scope "none")))) | int }}
+{{- if and (eq $scope "none") $limit }}
+{{- fail (printf "pools: lane.limit of %s bounds nothing while scope is none" $pool.name) }}
+{{- end }}
+{{- if and (ne $scope "none") (not $limit) }}
+{{- fail (printf "pools: lane.limit of %s is needed with scope %s" $pool.name $scope) }}
+{{- end }}
+{{- if and (ne $scope "group") (eq ($lane.members | default "present") "episode") }}
+{{- fail (printf "pools: lane.members: episode of %s needs scope group" $pool.name) }}
+{{- end }}
+{{- if and (has $scope (list "session" "group")) (not (dig "sessions" "required" false $settings)) }}
+{{- fail (printf "pools: lane.scope: %s of %s needs settings.sessions.required: true" $scope $pool.name) }}
+{{- end }}
+{{- if and $strict (eq $pool.engine "openai") }}
+{{- fail (printf "pools: engine openai of %s promises nothing that profile strict could hold it to" $pool.name) }}
+{{- end }}
+{{- if and $strict $reward (not (and (has $scope (list "replica" "pool")) (eq $limit 1))) }}
+{{- fail (printf "pools: lane of %s lets requests share a batch, which changes scores; profile strict refuses" $pool.name) }}
 {{- end }}
 {{- end }}
