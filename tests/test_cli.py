@@ -320,6 +320,8 @@ def test_a_port_that_is_taken_is_one_clear_line_and_no_run_is_begun(
         command, flags = "serve", flags + WORKERS
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
         port = taken.getsockname()[1]
+        if key == "admin_port":
+            flags += ["--set", f"port={ports.free()}"]
         flags += ["--ledger", str(tmp_path / "ledger"), "--set", f"{key}={port}"]
         assert main([command, *flags]) == 2
     line = f"{key}: cannot listen on 127.0.0.1:{port}: address already in use; choose another port"
