@@ -19,6 +19,7 @@ import yaml
 from gateway import __version__, cli
 from gateway.cli import main
 from gateway.settings import Settings
+from tests import ports
 
 POOL = """
 pools:
