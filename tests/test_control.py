@@ -26,6 +26,7 @@ SERIES = {
     "detgate_paused_since_seconds": {"pool"},
     "detgate_paused_waiting": {"pool"},
     "detgate_connections": set(),
+    "detgate_fenced_sessions": set(),
     "detgate_held_bytes": set(),
     "detgate_readings": set(),
     "detgate_refusals": {"code"},

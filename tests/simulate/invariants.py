@@ -215,8 +215,11 @@ def none_lost(view: _View) -> Iterator[str]:
         if member
     }
     for name, text in view.state.items():
-        head = re.fullmatch(rb"(\d+),(\w?),\d+,\d+,\d+", text) if len(name) == 16 else None
-        if head is None or head[2] == b"n":
+        if len(name) != 16 or b"," not in text:
+            continue
+        head = re.fullmatch(rb"(\d+),(\w?)(,\d+){4}", text)
+        assert head is not None, text
+        if head[2] == b"n":
             continue
         for index in range(int(head[1])):
             place = name, index
