@@ -297,7 +297,7 @@ def _cannot_tell(verification: Verification) -> Iterator[str]:
     )
     yield (
         f"Not tried: more than {canaries.CROWDS[-1]} requests at once, answers above {canaries.TOKENS} tokens, contexts"
-        f" above some {len(canaries.LONG) // 1000},000 characters, other sampling parameters, routes that take no seed."
+        f" above some {len(canaries.LONG) // 1000},000 characters, other sampling parameters, routes other than these."
     )
     if any(result.canary == "cold-warm" and result.outcome == "passed" for result in results):
         yield "A prefix cache that is off and one that changes nothing look the same."
