@@ -11,13 +11,13 @@ import time
 from unittest.mock import patch
 
 from gateway.answers import Client
-from gateway.carriers import http1
+from gateway.carriers.client import Client as Http1Client
 from gateway.cli import main
 from gateway.core.types import Request
 from gateway.pipeline import Pipeline
 
 REQUEST_US, BYTE_US, CHUNK_US = (float(each) for each in os.environ["PLANTED"].split(","))
-serve, write = Pipeline.serve, http1.Client.write
+serve, write = Pipeline.serve, Http1Client.write
 
 
 def burn(us: float) -> None:
@@ -31,11 +31,11 @@ async def costly_serve(pipeline: Pipeline, request: Request, client: Client) -> 
     await serve(pipeline, request, client)
 
 
-def costly_write(client: http1.Client, data: bytes) -> None:
+def costly_write(client: Http1Client, data: bytes) -> None:
     burn(CHUNK_US)
     write(client, data)
 
 
 if __name__ == "__main__":
-    with patch.object(Pipeline, "serve", costly_serve), patch.object(http1.Client, "write", costly_write):
+    with patch.object(Pipeline, "serve", costly_serve), patch.object(Http1Client, "write", costly_write):
         sys.exit(main())
