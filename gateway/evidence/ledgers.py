@@ -113,6 +113,21 @@ class Lines:
             self.read += len(line)
 
 
+def is_merged(record: dict[str, Any]) -> bool:
+    """Whether it is a request as an export tells of it: one object, made of its records."""
+    return "event" not in record and "identity" in record and "index" in record
+
+
+def without_requests(source: Source, *, exported: bool) -> Unusable:
+    """Why there is nothing to be done again. `exported`: there are merged requests."""
+    if not exported:
+        return Unusable(f"{source.name}: holds no request")
+    return Unusable(
+        f"{source.name}: is an export, which holds each request as one object and not what came when. The ledger's own "
+        "files are needed: name the run, or its folder under ledger.path"
+    )
+
+
 def gateway_of(file: Path) -> str | None:
     """The gateway that wrote a segment, where it was one of several."""
     for line in _lines(file, 1 << 14):

@@ -18,6 +18,7 @@ from gateway.evidence import commands, replay_plans
 from gateway.evidence import recorded as recording
 from gateway.evidence.ledgers import Unusable, find
 from gateway.evidence.replay_requests import Failed, Notes, Target, send
+from gateway.ledger.requests import Requests
 from gateway.sim import SimServer, SimSettings
 from tests.evidence.ledger import request, write
 from tests.evidence.runs import ask, converse, recorded
@@ -274,6 +275,18 @@ def test_notes_that_cannot_be_kept_are_told_before_anything_is_sent(
     assert main([*command, "--run", "nowhere/b"]) == 2
     why = "nowhere/b.replay.json: cannot be written: no such file or directory"
     assert capsys.readouterr().err == f"detgate: {why}\n"
+
+
+@pytest.mark.parametrize("what", ["plans", "requests"])
+def test_an_export_is_told_from_a_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    ledger = Requests(write(tmp_path / "a", request("s", 0, **BODY)))
+    file = tmp_path / "export.jsonl"
+    file.write_bytes(b"".join(ledger.lines(ledger.canonical())))
+    url = ["--url", "http://127.0.0.1:9"] if what == "requests" else []
+    assert main(["replay", what, str(file), "--ledger", str(tmp_path), *url]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"detgate: {file}: is an export")
+    assert "The ledger's own files are needed" in said
 
 
 @pytest.mark.parametrize(
