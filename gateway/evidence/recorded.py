@@ -72,7 +72,8 @@ def script(source: Source) -> Script:
             f"{source.name}: {reading.without} of {total} requests were recorded without their body, or with a part of "
             "it. Record with ledger.bodies: true and a ledger.body_bytes that is large enough."
         )
-    return Script(source, reading.run, list(reading.sessions.values()), total, reading.at_once)
+    run = reading.run or source.files[0].resolve().parent.name
+    return Script(source, run, list(reading.sessions.values()), total, reading.at_once)
 
 
 @dataclass(slots=True)
