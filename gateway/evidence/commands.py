@@ -13,6 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from gateway.core import identity
+from gateway.core.errors import CallerFault
 from gateway.evidence import (
     diff_text,
     files,
@@ -27,7 +29,8 @@ from gateway.evidence import (
 from gateway.evidence.diff import Diff, compare
 from gateway.evidence.ledgers import Unusable
 from gateway.evidence.output import output
-from gateway.evidence.replay_requests import Failed, Notes, Target
+from gateway.evidence.replay_requests import Failed, Notes, Refused, Target
+from gateway.ledger.requests import Requests
 from gateway.settings import InvalidSettings, Settings, hashed
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
@@ -77,17 +80,19 @@ def replay_again(
     keys = _api_key(settings), admin_key(settings)
     try:
         script = recorded.script(ledgers.find(name, settings.ledger.path))
+        wanted = _new_run(script.run, run)
+        notes = Notes.kept(Path(f"{wanted}.replay.json"), wanted, script.run)
+        if (why := files.unwritable([notes.file])) is not None:
+            raise Unusable(why)
     except (Unusable, OSError) as error:
         return unusable(error, as_json=as_json)
-    wanted = run or f"{script.run}-replay"
-    notes = Notes.of(Path(f"{wanted}.replay.json"), wanted)
-    if any(session.created for session in script.sessions) and (why := files.unwritable([notes.file])) is not None:
-        return unusable(Unusable(why), as_json=as_json)
     # A gateway of its own has the file's settings, without what this command was told beside them.
     ledger = (settings if url else Settings.load(config, os.environ, {})).ledger.path
     target = Target(url or "", wanted, *keys, ledger / wanted)
     try:
         found = asyncio.run(_again(script, target, config, notes))
+    except Refused as error:
+        return unusable(error, as_json=as_json)
     except (Unusable, Failed, OSError) as error:
         status = unusable(error, as_json=as_json)
         print("detgate: the same command goes on where it stopped", file=sys.stderr)
@@ -95,16 +100,43 @@ def replay_again(
     except KeyboardInterrupt:
         print("detgate: stopped; the same command goes on from here", file=sys.stderr)
         raise
+    if notes.before:
+        print(
+            f"detgate: {notes.before} of {script.requests} requests were sent before this replay was stopped; "
+            "they were not sent again",
+            file=sys.stderr,
+        )
     return tell(found, as_json=as_json)
+
+
+def _new_run(recorded: str, wanted: str | None) -> str:
+    """The name of the new run. Raises `Unusable` where it can be none."""
+    new = f"{recorded}-replay" if wanted is None else wanted
+    try:
+        identity.run_name(os.fsencode(new), f"--run {new!r}")
+    except CallerFault as fault:
+        raise Unusable(fault.message) from None
+    if new == recorded:
+        raise Unusable(f"--run {new} is the recorded run itself: name a new one. Nothing was sent")
+    return new
 
 
 async def _again(script: recorded.Script, target: Target, config: Path | None, notes: Notes) -> Diff:
     async with AsyncExitStack() as stack:
         if not target.url:
+            _look_back(script, target, notes)
             target.url = await stack.enter_async_context(started.gateway(config, target.run))
         with progress() as shown:
             task = shown.add_task(f"run {target.run}", total=script.requests)
             return await replay_requests.send(script, target, notes, lambda done: shown.update(task, completed=done))
+
+
+def _look_back(script: recorded.Script, target: Target, notes: Notes) -> None:
+    """Refuse a run that is here before a gateway is started, which would go on with it. Raises `Refused`."""
+    if target.kept is not None and target.kept.is_dir():
+        there = Requests(target.kept)
+        lines = (line for part in there.lines(there.canonical()) for line in part.splitlines())
+        replay_requests.look_back(lines, script, target.run, notes)
 
 
 def admin_key(settings: Settings) -> str | None:

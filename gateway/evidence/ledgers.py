@@ -24,6 +24,10 @@ class Unusable(Exception):
     """What was named holds no requests that could be looked at; the text says why and what to do."""
 
 
+class Unsound(Unusable):
+    """A record, or what is kept with the run, cannot be made out."""
+
+
 class Place(NamedTuple):
     """Where a record begins: which file of its source, and which byte of that."""
 
@@ -103,10 +107,25 @@ class Lines:
             else:
                 if type(record) is dict:
                     if (why := self.judged(record)) is not None:
-                        raise Unusable(f"{file}, line {at}, is no sound record: {why}. Mend it, or leave the line out.")
+                        raise Unsound(f"{file}, line {at}, is no sound record: {why}. Mend it, or leave the line out.")
                     yield record, (number, offset)
             offset += len(line)
             self.read += len(line)
+
+
+def is_merged(record: dict[str, Any]) -> bool:
+    """Whether it is a request as an export tells of it: one object, made of its records."""
+    return "event" not in record and "identity" in record and "index" in record
+
+
+def without_requests(source: Source, *, exported: bool) -> Unusable:
+    """Why there is nothing to be done again. `exported`: there are merged requests."""
+    if not exported:
+        return Unusable(f"{source.name}: holds no request")
+    return Unusable(
+        f"{source.name}: is an export, which holds each request as one object and not what came when. The ledger's own "
+        "files are needed: name the run, or its folder under ledger.path"
+    )
 
 
 def gateway_of(file: Path) -> str | None:
@@ -178,13 +197,13 @@ def about(folder: Path) -> dict[str, Any]:
         return {}
     match told.get("deciding") or {}:
         case {"seed": seed} if type(seed) is not int:
-            raise Unusable(f"{file}: seed cannot be {seed!r:.100}")
+            raise Unsound(f"{file}: seed cannot be {seed!r:.100}")
         case {"pools": pools} if not _names(pools):
-            raise Unusable(f"{file}: pools cannot be {pools!r:.100}")
+            raise Unsound(f"{file}: pools cannot be {pools!r:.100}")
         case dict():
             return told
         case other:
-            raise Unusable(f"{file}: deciding cannot be {other!r:.100}")
+            raise Unsound(f"{file}: deciding cannot be {other!r:.100}")
 
 
 def _names(pools: Any) -> bool:

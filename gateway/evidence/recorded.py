@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from gateway.core import resume
 from gateway.core.identity import ANONYMOUS
 from gateway.evidence.bodies import Records, asked
-from gateway.evidence.ledgers import Lines, Place, Source, Unusable
+from gateway.evidence.ledgers import Lines, Place, Source, Unusable, is_merged, without_requests
 from gateway.evidence.requests import base_of, resumed
 from gateway.ledger.shapes import odd_to_send
 
@@ -60,17 +60,20 @@ class Script:
 def script(source: Source) -> Script:
     """Read what is to be sent. Raises `Unusable` where there is nothing, or bodies were not kept."""
     reading = _Reading()
+    exported = False
     for segment, offset, record in Lines(source, odd_to_send):
+        exported |= is_merged(record)
         reading.note(Place(segment, offset), record)
     total = sum(len(session.requests) for session in reading.sessions.values())
     if not total:
-        raise Unusable(f"{source.name}: holds no request")
+        raise without_requests(source, exported=exported)
     if reading.without:
         raise Unusable(
             f"{source.name}: {reading.without} of {total} requests were recorded without their body, or with a part of "
             "it. Record with ledger.bodies: true and a ledger.body_bytes that is large enough."
         )
-    return Script(source, reading.run, list(reading.sessions.values()), total, reading.at_once)
+    run = reading.run or source.files[0].resolve().parent.name
+    return Script(source, run, list(reading.sessions.values()), total, reading.at_once)
 
 
 @dataclass(slots=True)

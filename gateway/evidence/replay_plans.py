@@ -23,7 +23,7 @@ from gateway.core.indexing import Ask, Claim, Kind, Scope, Session
 from gateway.core.resume import Origin
 from gateway.core.types import Handling
 from gateway.evidence.bodies import asked
-from gateway.evidence.ledgers import Lines, Place, Source, Unusable, writer_of
+from gateway.evidence.ledgers import Lines, Place, Source, is_merged, without_requests, writer_of
 from gateway.evidence.requests import TOLD_EVERY, base_of, resumed, sortable
 from gateway.evidence.sorting import Sorter
 from gateway.ledger.shapes import odd_claim
@@ -85,14 +85,16 @@ def replay(source: Source, watch: Callable[[int], None] = lambda done: None) -> 
     """Make every decision of a run again. Raises `Unusable` where nothing is recorded."""
     run = _Run(source)
     lines = Lines(source, odd_claim)
+    exported = False
     for number, (segment, offset, record) in enumerate(lines):
         run.note(Place(segment, offset), record)
+        exported |= is_merged(record)
         if not number % TOLD_EVERY:
             watch(lines.read)
     watch(lines.read)
     run.gaps |= bool(lines.torn)
     if not run.found.requests:
-        raise Unusable(f"{source.name}: holds no request")
+        raise without_requests(source, exported=exported)
     run.indices()
     return run.found
 

@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,21 +59,30 @@ class Target:
 
 @dataclass(slots=True)
 class Notes:
-    """What must be known to go on after a stop: the keys of created sessions. Readable by its owner alone."""
+    """What must be known to go on after a stop: that it was begun, and the keys of created sessions.
+
+    Readable by its owner alone.
+    """
 
     file: Path
     run: str
+    of: str
+    """The run that is sent again."""
+    begun: bool = False
+    """Whether what the new run has already is of this replay."""
+    before: int = 0
+    """Requests that it had sent before it was stopped, and that were delivered."""
     keys: dict[str, str] = field(default_factory=dict)
     """Session, as it was recorded → its key in the new run."""
 
     @classmethod
-    def of(cls, file: Path, run: str) -> Notes:
+    def kept(cls, file: Path, run: str, of: str) -> Notes:
         """Those of a replay that was stopped, or new ones."""
-        notes = cls(file, run)
+        notes = cls(file, run, of)
         with suppress(OSError, json.JSONDecodeError):
-            kept = json.loads(file.read_text())
-            if kept.get("run") == run:
-                notes.keys = kept["keys"]
+            match json.loads(file.read_text()):
+                case {"run": str(to), "of": str(recorded), "keys": dict(keys)} if (to, recorded) == (run, of):
+                    notes.begun, notes.keys = True, keys
         return notes
 
     def add(self, keys: dict[str, str]) -> None:
@@ -82,7 +91,8 @@ class Notes:
         descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.fchmod(descriptor, 0o600)
         with open(descriptor, "w") as file:
-            json.dump({"run": self.run, "keys": self.keys}, file)
+            json.dump({"run": self.run, "of": self.of, "keys": self.keys}, file)
+        self.begun = True
 
     def forget(self) -> None:
         """They are needed no more."""
@@ -93,8 +103,44 @@ class Failed(Exception):
     """The replay cannot go on; the text says why. What was sent stays sent."""
 
 
+class Refused(Exception):
+    """The new run is none that this replay may send to; the text says why. Nothing was sent."""
+
+
+def look_back(lines: Iterable[bytes], script: Script, run: str, notes: Notes) -> set[Key]:
+    """What the new run has delivered already, by its requests as JSON lines.
+
+    Raises `Refused` where it is not of this replay, or complete.
+    """
+    there: set[Key] = set()
+    delivered: set[Key] = set()
+    for line in lines:
+        request = orjson.loads(line)
+        key = (request["identity"], request.get("ordinal") or 0, request["index"])
+        there.add(key)
+        if request.get("outcome") == "delivered":
+            delivered.add(key)
+    own = {(sent.identity, sent.ordinal, sent.index) for each in script.sessions for sent in each.requests}
+    of, file = script.run, notes.file
+    if not there or (notes.begun and there <= own):
+        return delivered
+    if there == own == delivered:
+        why = f"run {run} is complete: all {len(own)} requests of run {of} were sent and answered before"
+    elif not there <= own:
+        why = f"run {run} is none of this replay: {len(there - own)} of its {len(there)} requests are not of run {of}"
+    else:
+        why = (
+            f"run {run} has {len(there)} of {len(own)} requests already, and {file}, which a replay of run {of} "
+            "that was stopped leaves in its working folder, is not here: it is done, or did not begin here"
+        )
+    raise Refused(
+        f"{why}. Nothing was sent. To send run {of} again, name a new run by --run; detgate diff compares two runs "
+        "that are there"
+    )
+
+
 async def send(script: Script, target: Target, notes: Notes, watch: Watch) -> Diff:
-    """Send all that the new run has not delivered yet, then compare. Raises `Failed` and `Unusable`."""
+    """Send all that the new run has not delivered yet, then compare. Raises `Failed`, `Refused`, `Unusable`."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     async with httpx.AsyncClient(base_url=target.url, timeout=None, limits=limits) as http:
         replay = _Replay(script, target, notes, http, watch)
@@ -144,10 +190,9 @@ class _Replay:
             file = Path(folder) / "before.jsonl"
             await self.export(file)
             with file.open("rb") as lines:
-                for line in lines:
-                    request = orjson.loads(line)
-                    if request.get("outcome") == "delivered":
-                        self._delivered.add((request["identity"], request.get("ordinal") or 0, request["index"]))
+                self._delivered = look_back(lines, self._script, self._target.run, self._notes)
+        self._notes.before = len(self._delivered)
+        self._notes.add({})
 
     async def export(self, file: Path) -> None:
         """The requests of the new run, as its gateway tells of them. Of a run that has not begun there are none."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import orjson
 
 from gateway.core.ordering import Rank, canonical, submitted
-from gateway.ledger.shapes import unsound, wrong
+from gateway.ledger.shapes import odd_to_show, unsound, wrong
 
 if TYPE_CHECKING:  # Loading it takes longer than a page of a run takes to be read.
     from gateway.ledger.writer import Mark
@@ -68,8 +68,8 @@ class Requests:
     """The requests of one run, or of some sessions of it. Made by reading its records once, which may take a while.
 
     `session`: its name, or several. `since`: the records before it do not matter. `among`: these requests alone, so
-    that memory is bounded by them. Raises `Unreadable` where a record of the life of a session that is asked for cannot
-    be made out.
+    that memory is bounded by them. Raises `Unreadable` where a record of them, or of the life of a session that is
+    asked for, cannot be made out.
     """
 
     def __init__(
@@ -193,6 +193,8 @@ class Requests:
         return (session, record["identity"], record["index"]) in self._among
 
     def _note(self, record: dict[str, Any], span: Span) -> None:
+        if self._among is not None and (why := odd_to_show(record)) is not None:
+            raise unsound(f"{self._files[span.segment]}, byte {span.offset}", why)
         if self._lives and record.get("event") in ("session", "session_weights", "session_ended"):
             if (why := wrong(record)) is not None:
                 raise unsound(f"{self._files[span.segment]}, byte {span.offset}", why)

@@ -105,6 +105,14 @@ def odd_to_send(record: Mapping[str, Any]) -> str | None:
     return next((f"{name} is missing" for name in needed if record.get(name) is None), None)
 
 
+def odd_to_show(record: Mapping[str, Any]) -> str | None:
+    """The same for whoever shows requests and sessions."""
+    if (why := odd(record)) is not None:
+        return why
+    needed = {"session": ("session", "identity"), "gateway": ("gateway",)}.get(record.get("event", ""), ())
+    return next((f"{name} is missing" for name in needed if record.get(name) is None), None)
+
+
 def _text(value: Any) -> bool:
     return type(value) is str
 

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from gateway.core.errors import Busy, CallerFault, NotFound
+from gateway.ledger.shapes import Unreadable
 from gateway.settings import Settings
 
 GRACE = 2.0
@@ -26,7 +27,10 @@ class Clerk:
         self.reading = 0
 
     async def ask(self, what: str, **given: Any) -> dict[str, Any]:
-        """What `gateway.ui.reading` answers. Raises `Busy`, `CallerFault` for a wrong cursor, `NotFound`."""
+        """What `gateway.ui.reading` answers.
+
+        Raises `Busy`, `CallerFault` for a wrong cursor, `NotFound`, `Unreadable`.
+        """
         if self.reading >= self._limit:
             raise Busy(
                 f"{self.reading} pages are being read from ledgers already. Ask again, or raise limits.readings.",
@@ -39,6 +43,8 @@ class Clerk:
             self.reading -= 1
         if told.get("wrong_cursor"):
             raise CallerFault("The page does not begin where another ended. Begin anew.", code="invalid_cursor")
+        if "unreadable" in told:
+            raise Unreadable(told["unreadable"])
         if "unusable" in told:
             raise NotFound(told["unusable"], code="run_not_found")
         return told

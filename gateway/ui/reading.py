@@ -22,6 +22,7 @@ import orjson
 from gateway.core.digits import natural
 from gateway.core.ordering import canonical
 from gateway.ledger.requests import Key, Requests
+from gateway.ledger.shapes import Unreadable, odd_to_show, unsound
 
 ROWS = 50
 """Requests, sessions or differences on one page."""
@@ -112,6 +113,8 @@ def difference(a: str, b: str, answers_only: bool, start: int) -> dict[str, Any]
     try:
         one, other = (replace(ledgers.find(each, Path()), name=Path(each).name) for each in (a, b))
         diff = compare(one, other, answers_only=answers_only)
+    except ledgers.Unsound as fault:
+        return {"unreadable": str(fault)}
     except ledgers.Unusable as unusable:
         return {"unusable": str(unusable)}
     shown = diff.kept[start : start + ROWS]
@@ -205,16 +208,18 @@ class Least(Generic[Item]):
 
 
 def _records(folder: Path, wanted: Callable[[bytes], bool]) -> Iterator[dict[str, Any]]:
-    """The records of a run whose lines are wanted, as they stand in its segments."""
+    """The records of a run whose lines are wanted, as they stand in its segments. Raises `Unreadable`."""
     for file in sorted(folder.glob("*.jsonl")):
         with file.open("rb", buffering=1 << 20) as segment:
-            for line in segment:
+            for number, line in enumerate(segment, 1):
                 if line.endswith(b"\n") and wanted(line):
                     try:
                         record = orjson.loads(line)
                     except orjson.JSONDecodeError:
                         continue
                     if isinstance(record, dict):
+                        if (why := odd_to_show(record)) is not None:
+                            raise unsound(f"{file}, line {number}", why)
                         yield record
 
 
@@ -272,6 +277,8 @@ def main() -> None:
         told = ASKED[asked](**given)
     except WrongCursor:
         told = {"wrong_cursor": True}
+    except Unreadable as fault:
+        told = {"unreadable": fault.message}
     sys.stdout.buffer.write(orjson.dumps(told))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from urllib.parse import parse_qs
 
+import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -27,6 +28,8 @@ from gateway.ui.clerk import Clerk
 from gateway.ui.door import Door
 from gateway.ui.frame import BOUND, Frame, note, page, sign
 from gateway.ui.html import Markup, link, name, tag
+
+log = structlog.get_logger("detgate.ui")
 
 LARGEST = 8192
 """Bytes of the longest form."""
@@ -197,6 +200,7 @@ def _fault(request: Request, error: Exception) -> Fault:
         if error.status_code == 405:
             return WrongMethod(f"This page does not take {request.method}.", (error.headers or {}).get("Allow", ""))
         return NotFound("There is no such page.", code="route_not_found")
+    log.error("a page failed", path=request.url.path, exc_info=error)
     return Fault("The gateway failed; its log says why.")
 
 

@@ -17,7 +17,8 @@ from gateway.cli import main
 from gateway.evidence import commands, replay_plans
 from gateway.evidence import recorded as recording
 from gateway.evidence.ledgers import Unusable, find
-from gateway.evidence.replay_requests import Failed, Notes, Target, send
+from gateway.evidence.replay_requests import Failed, Notes, Refused, Target, send
+from gateway.ledger.requests import Requests
 from gateway.sim import SimServer, SimSettings
 from tests.evidence.ledger import request, write
 from tests.evidence.runs import ask, converse, recorded
@@ -59,10 +60,10 @@ def asked(*servers: SimServer) -> int:
     return sum(seen.route == CHAT for server in servers for seen in server.engine.counters.seen)
 
 
-async def again(folder: Path, gate: Gate, run: str = "b", **target: Any) -> Any:
-    script = recording.script(find("a", folder))
+async def again(folder: Path, gate: Gate, run: str = "b", *, of: str = "a", **target: Any) -> Any:
+    script = recording.script(find(of, folder))
     done: list[int] = []
-    notes = Notes.of(folder / "notes.json", run)
+    notes = Notes.kept(folder / "notes.json", run, script.run)
     found = await send(script, Target(gate.url, run, **target), notes, done.append)
     assert done == sorted(done)
     assert done[-1] == script.requests
@@ -82,10 +83,27 @@ async def test_a_run_sent_again_is_equal(tmp_path: Path) -> None:
             assert [record["key"] for record in records if record.get("key")] == ["k"]
             ended = sorted(record["session"] for record in records if record["event"] == "session_ended")
             assert ended == ["eval", "eval-1", "task:0", "task:1"]
-        before = asked(*servers)
-        assert (await again(tmp_path, gate)).equal
-        assert asked(*servers) == before == 27
+        with pytest.raises(Refused, match="run b is complete: all 27 requests of run a were sent and answered before"):
+            await again(tmp_path, gate)
+        assert asked(*servers) == 27
     assert not (tmp_path / "notes.json").exists()
+
+
+async def test_a_run_that_is_none_of_this_replay_is_not_sent_to(tmp_path: Path) -> None:
+    async with recorded(tmp_path, "a", **SAME) as (gate, _):
+        await converse(gate, "s", TALK)
+    async with recorded(tmp_path, "own", **SAME) as (gate, servers):
+        for run, session, texts in (("friday", "s", TALK[:1]), ("other", "t", TALK[:2])):
+            for text in texts:
+                await ask(gate, session, text, {"X-Detgate-Run": run})
+        with pytest.raises(Refused, match=r"run friday has 1 of 3 requests already, and .*notes\.json"):
+            await again(tmp_path, gate, "friday")
+        assert not (tmp_path / "notes.json").exists()
+        # Notes of a replay by that name do not make its requests those of the replay.
+        Notes(tmp_path / "notes.json", "other", "a").add({})
+        with pytest.raises(Refused, match="run other is none of this replay: 2 of its 2 requests are not of run a"):
+            await again(tmp_path, gate, "other")
+        assert asked(*servers) == 3
 
 
 async def test_what_is_other_at_the_second_time_is_named(tmp_path: Path) -> None:
@@ -181,7 +199,7 @@ async def test_a_gateway_that_is_gone_stops_it_and_the_same_command_goes_on(tmp_
                 raise Failed("enough")
 
         script = recording.script(find("a", tmp_path))
-        notes = Notes.of(tmp_path / "notes.json", "b")
+        notes = Notes.kept(tmp_path / "notes.json", "b", "a")
         with pytest.raises(Failed, match="enough"):
             await send(script, Target(gate.url, "b"), notes, count)
         sent = asked(*servers)
@@ -194,11 +212,13 @@ async def test_a_gateway_that_is_gone_stops_it_and_the_same_command_goes_on(tmp_
 def test_keys_are_kept_for_their_owner_alone_and_for_their_run(tmp_path: Path) -> None:
     file = tmp_path / "notes.json"
     file.touch(0o644)
-    Notes.of(file, "b").add({"s": "secret"})
+    Notes.kept(file, "b", "a").add({"s": "secret"})
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert Notes.of(file, "b").keys == {"s": "secret"}
-    assert Notes.of(file, "another").keys == {}
-    Notes.of(file, "b").forget()
+    notes = Notes.kept(file, "b", "a")
+    assert (notes.begun, notes.keys) == (True, {"s": "secret"})
+    for other in (Notes.kept(file, "another", "a"), Notes.kept(file, "b", "another")):
+        assert (other.begun, other.keys) == (False, {})
+    notes.forget()
     assert not file.exists()
 
 
@@ -212,8 +232,9 @@ async def test_a_url_where_nobody_listens_is_told(tmp_path: Path) -> None:
     async with recorded(tmp_path, "a", **SAME) as (gate, _):
         await ask(gate, "s", "hi")
     script = recording.script(find("a", tmp_path))
+    notes = Notes(tmp_path / "notes.json", "b", "a")
     with pytest.raises(Failed, match="does not answer"):
-        await send(script, Target("http://127.0.0.1:9", "b"), Notes(tmp_path / "notes.json", "b"), lambda done: None)
+        await send(script, Target("http://127.0.0.1:9", "b"), notes, lambda done: None)
 
 
 async def test_the_command_starts_a_gateway_is_stopped_and_goes_on(tmp_path: Path) -> None:
@@ -235,16 +256,26 @@ async def test_the_command_starts_a_gateway_is_stopped_and_goes_on(tmp_path: Pat
         assert asked(server) < 6
         server.engine.faults.clear()
         process = await _started(tmp_path, *command)
-        out, _ = await process.communicate()
+        out, said = await process.communicate()
         assert process.returncode == 0, out
         found = json.loads(out)
         assert (found["equal"], found["compared"], found["b"]) == (True, 6, "a-replay")
-        assert asked(server) <= 7
+        assert b"of 6 requests were sent before this replay was stopped" in said
+        assert (sent := asked(server)) <= 7
+        kept = {file.name: file.read_bytes() for file in (tmp_path / "ledger" / "a-replay").iterdir()}
+        process = await _started(tmp_path, *command)
+        out, said = await process.communicate()
+        assert (process.returncode, json.loads(out)["equal"]) == (2, False)
+        assert said.startswith(b"detgate: run a-replay is complete: all 6 requests of run a were sent")
+        assert b"Nothing was sent" in said
+        assert b"goes on" not in said
+        assert asked(server) == sent
+        assert {file.name: file.read_bytes() for file in (tmp_path / "ledger" / "a-replay").iterdir()} == kept
 
 
 async def _started(folder: Path, *command: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        sys.executable, *command, cwd=folder, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        sys.executable, *command, cwd=folder, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
 
 
@@ -268,12 +299,41 @@ def test_notes_that_cannot_be_kept_are_told_before_anything_is_sent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    created = {"event": "session", "session": "s", "identity": "s"}
-    write(tmp_path / "a", [created], request("s", 0, **BODY))
+    (tmp_path / "b.replay.json").mkdir()
+    write(tmp_path / "a", request("s", 0, **BODY))
     command = ["replay", "requests", "a", "--ledger", str(tmp_path), "--url", "http://127.0.0.1:9"]
-    assert main([*command, "--run", "nowhere/b"]) == 2
-    why = "nowhere/b.replay.json: cannot be written: no such file or directory"
-    assert capsys.readouterr().err == f"detgate: {why}\n"
+    assert main([*command, "--run", "b"]) == 2
+    assert capsys.readouterr().err == "detgate: b.replay.json: cannot be written: is a directory\n"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "named", "said"),
+    [
+        ("a", ["--run", "x/b"], "--run 'x/b' must be 1 to 128 letters, digits"),
+        ("a", ["--run", ""], "--run '' must be 1 to 256 bytes"),
+        ("a" * 125, [], f"--run '{'a' * 125}-replay' must be 1 to 128 letters, digits"),
+        ("a", ["--run", "a"], "--run a is the recorded run itself"),
+    ],
+)
+def test_a_name_that_no_new_run_can_have_is_refused_before_anything_is_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recorded: str, named: list[str], said: str
+) -> None:
+    write(tmp_path / "a", request("s", 0, run=recorded, **BODY))
+    command = ["replay", "requests", "a", "--ledger", str(tmp_path), "--url", "http://127.0.0.1:9"]
+    assert main([*command, *named]) == 2
+    assert capsys.readouterr().err.startswith(f"detgate: {said}")
+
+
+@pytest.mark.parametrize("what", ["plans", "requests"])
+def test_an_export_is_told_from_a_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    ledger = Requests(write(tmp_path / "a", request("s", 0, **BODY)))
+    file = tmp_path / "export.jsonl"
+    file.write_bytes(b"".join(ledger.lines(ledger.canonical())))
+    url = ["--url", "http://127.0.0.1:9"] if what == "requests" else []
+    assert main(["replay", what, str(file), "--ledger", str(tmp_path), *url]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"detgate: {file}: is an export")
+    assert "The ledger's own files are needed" in said
 
 
 @pytest.mark.parametrize(

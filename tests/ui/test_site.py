@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
+
+import pytest
+from structlog.testing import capture_logs
 
 from gateway.ui import runs as run_parts
 from tests.evidence.ledger import request, write
@@ -161,11 +166,42 @@ async def test_what_cannot_be_shown_is_told_as_a_page() -> None:
         assert "method_not_allowed" in (await gate.http.post("/ui/runs")).text
 
 
-async def test_a_failure_says_nothing_of_the_inside() -> None:
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        ({"event": "opened"}, "session cannot be None"),
+        ({"event": "session", "session": "s"}, "identity is missing"),
+        ({"event": "gateway"}, "gateway is missing"),
+        ({"event": "opened", "session": "s", "identity": "s", "index": "1"}, "index cannot be '1'"),
+        ({"event": "closed", "session": "s", "identity": "s", "index": 0, "flags": 5}, "flags cannot be 5"),
+    ],
+)
+async def test_a_run_with_a_record_that_cannot_be_made_out_is_told_with_its_place(
+    broken: dict[str, Any], why: str
+) -> None:
     async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
-        folder = write(gate.ledger / "bad", request("s", 0))
-        (folder / "1-1.jsonl").write_bytes(b'{"event":"opened"}\n')
-        text = (await read(gate, "requests?run=bad", 500)).text
+        write(gate.ledger / "good", request("s", 0))
+        file = write(gate.ledger / "bad", request("s", 0), [broken]) / "1-1.jsonl"
+        # Whoever compares reads nothing of who wrote, or whose session it was.
+        compared = ["diff?a=good&b=bad"] if broken["event"] in ("opened", "closed") else []
+        for page in ("requests?run=bad", "sessions?run=bad", *compared):
+            text = (await read(gate, page, 503)).text
+            assert "Code run_unreadable" in text
+            assert re.search(rf"{file}, (line 3|byte \d+),? is no sound record: {why}", text), text
+
+
+async def test_a_failure_says_nothing_of_the_inside_and_the_log_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
+
+        def fail(*_: object) -> None:
+            raise RuntimeError(f"Traceback: {gate.ledger}")
+
+        monkeypatch.setattr(run_parts, "requests", fail)
+        with capture_logs() as logged:
+            text = (await read(gate, "requests", 500)).text
+        assert [(each["event"], str(each["exc_info"])) for each in logged if each["log_level"] == "error"] == [
+            ("a page failed", f"Traceback: {gate.ledger}")
+        ]
         assert "its log says why" in text
         assert "Traceback" not in text
         assert str(gate.ledger) not in text
