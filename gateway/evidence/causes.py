@@ -70,6 +70,10 @@ class Run:
         """The master seed of a request; None where nothing tells."""
         return self.seeds.get(request.session, self.deciding.get("seed"))
 
+    def whose(self, request: Request) -> str:
+        """What its master seed is, in words."""
+        return "the session's own master seed" if request.session in self.seeds else "the master seed"
+
 
 @dataclass(slots=True)
 class Difference:
@@ -184,8 +188,9 @@ def _why_seed(a: Request, b: Request, runs: tuple[Run, Run]) -> str:
         return f"the scheme is {a.scheme} in A, {b.scheme} in B"
     masters = [run.master(request) for run, request in zip(runs, (a, b), strict=True)]
     if masters[0] != masters[1] and None not in masters:
-        whose = "session's own master seed" if runs[0].seeds.get(a.session) is not None else "master seed"
-        return f"the {whose} is {masters[0]} in A, {masters[1]} in B"
+        whose = [run.whose(request) for run, request in zip(runs, (a, b), strict=True)]
+        again = "" if whose[0] == whose[1] else f"{whose[1]} is "
+        return f"{whose[0]} is {masters[0]} in A, {again}{masters[1]} in B"
     if a.member != b.member:
         return f"its place in the group is {a.member} in A, {b.member} in B"
     strangers = [side for side, request, master in zip("AB", (a, b), masters, strict=True)

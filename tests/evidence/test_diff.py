@@ -203,6 +203,25 @@ async def test_a_session_with_another_master_seed(tmp_path: Path, capsys: Captur
     assert "the session's own master seed is 1 in A, 2 in B" in found["first"]["detail"]
 
 
+@pytest.mark.parametrize(
+    ("own", "why"),
+    [
+        ("a", "the session's own master seed is 7 in A, the master seed is 42 in B"),
+        ("b", "the master seed is 42 in A, the session's own master seed is 7 in B"),
+    ],
+)
+def test_a_master_seed_is_the_sessions_own_in_one_run_alone(
+    tmp_path: Path, capsys: Capture, own: str, why: str
+) -> None:
+    for run in "ab":
+        created = {"event": "session", "session": "s", "identity": "s", "ordinal": 0, "index_order": None}
+        created |= {"seed": 7 if run == own else None, "group": None, "member": None, "key_digest": "00"}
+        write(tmp_path / run, [created], request("s", 0, seed=7 if run == own else 42))
+    _, found = diff(capsys, tmp_path)
+    assert found["causes"] == {"other-seed": 1}
+    assert found["first"]["detail"].endswith(why)
+
+
 async def test_other_replica_with_the_same_answer(tmp_path: Path, capsys: Capture) -> None:
     for run in "ab":
         async with recorded(tmp_path, run) as (gate, _):
