@@ -14,6 +14,7 @@ from typing import Any, Literal
 from gateway import schemes
 from gateway.core import resume
 from gateway.evidence.requests import Attempt, Request
+from gateway.settings.deciding import routing
 
 Cause = Literal[
     "missing-request",
@@ -227,12 +228,29 @@ def _why_replica(a: Request, b: Request, runs: tuple[Run, Run]) -> str:
     pool_a, pool_b = ((run.deciding.get("pools") or {}).get(one.pool) for run, one in zip(runs, (a, b), strict=True))
     if pool_a and pool_b and pool_a != pool_b:
         return f"the pool has {', '.join(pool_a)} in A, {', '.join(pool_b)} in B"
+    if (rule := _other_rule(a, b, runs)) is not None:
+        return rule
     if a.loads is not None and b.loads is not None:
         if sorted(a.loads) != sorted(b.loads):
             return f"it could go to {', '.join(sorted(a.loads))} in A, {', '.join(sorted(b.loads))} in B"
         if a.loads != b.loads:
             return f"it was chosen by load, which was {_loads(a.loads)} in A, {_loads(b.loads)} in B"
     return "the candidates were not the same: a replica was down, drained, added or removed"
+
+
+def _other_rule(a: Request, b: Request, runs: tuple[Run, Run]) -> str | None:
+    """By which other rule the replica was chosen; None: by the same, as far as both runs tell."""
+    told_a, told_b = (run.deciding for run in runs)
+    if "profile" not in told_a or "profile" not in told_b:
+        return None
+    rule_a, rule_b = routing(told_a, a.pool or ""), routing(told_b, b.pool or "")
+    others = [f"routing.{name} is {rule_a[name]} in A, {rule_b[name]} in B"
+              for name in ("key", "slack") if rule_a[name] != rule_b[name]]  # fmt: skip
+    if not others:
+        return None
+    if told_a["profile"] != told_b["profile"]:
+        others.insert(0, f"profile is {told_a['profile']} in A, {told_b['profile']} in B")
+    return f"the rule was another: {'; '.join(others)}"
 
 
 def _loads(loads: Mapping[str, int]) -> str:

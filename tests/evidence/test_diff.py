@@ -240,6 +240,47 @@ async def test_other_replica_with_the_same_answer(tmp_path: Path, capsys: Captur
     assert (status, found["equal"], set(found["harmless"])) == (0, True, {"other-replica"})
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "why"),
+    [
+        (
+            {"profile": "balanced"},
+            {"profile": "strict"},
+            "profile is balanced in A, strict in B; routing.slack is 0 in A, inf in B",
+        ),
+        (
+            {"profile": "strict"},
+            {"profile": "strict", "pools[policy].routing.key": "session"},
+            "routing.key is request in A, session in B",
+        ),
+        (
+            {"profile": "balanced", "pools[policy].routing.slack": 2},
+            {"profile": "balanced"},
+            "routing.slack is 2 in A, 0 in B",
+        ),
+    ],
+)
+def test_other_replica_by_another_rule(
+    tmp_path: Path, capsys: Capture, a: dict[str, Any], b: dict[str, Any], why: str
+) -> None:
+    for run, replica, deciding in (("a", "policy-0", a), ("b", "policy-1", b)):
+        sent = request("s", 0, attempts=[{"replica": replica, "outcome": "answered"}])
+        sent[1]["loads"] = {"policy-0": 0, "policy-1": 0} if deciding["profile"] == "balanced" else None
+        write(tmp_path / run, sent, pools={"policy": ["policy-0", "policy-1"]}, **deciding)
+    _, found = diff(capsys, tmp_path)
+    assert found["causes"] == {"other-replica": 1}
+    assert found["first"]["detail"] == f"policy-0 in A, policy-1 in B: the rule was another: {why}"
+
+
+def test_other_candidates_are_told_where_the_rule_was_the_same(tmp_path: Path, capsys: Capture) -> None:
+    for run, replica, slack in (("a", "policy-0", "inf"), ("b", "policy-1", None)):
+        sent = request("s", 0, attempts=[{"replica": replica, "outcome": "answered"}])
+        told = {"profile": "strict"} if slack is None else {"profile": "balanced", "pools[policy].routing.slack": slack}
+        write(tmp_path / run, sent, **told)
+    _, found = diff(capsys, tmp_path)
+    assert "the candidates were not the same" in found["first"]["detail"]
+
+
 async def test_other_weight_version(tmp_path: Path, capsys: Capture) -> None:
     for run, version in (("a", "step-1"), ("b", "step-2")):
         async with recorded(tmp_path, run, engine="sglang", replicas=1, sim={"weight_version": version}) as (gate, _):
