@@ -7,7 +7,7 @@ it or are told beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ Cause = Literal[
 ]
 
 CAUSES: dict[Cause, str] = {
-    "missing-request": "one run did not ask for it, or it got no answer there",
+    "missing-request": "one run has no record of it, or it got no answer there",
     "other-prompt": "it asks something else",
     "other-order": "the same requests of a session came under other indices",
     "other-seed": "it was sampled with another seed",
@@ -66,6 +66,8 @@ class Run:
     deciding: Mapping[str, Any] = field(default_factory=dict)
     seeds: Mapping[str, int] = field(default_factory=dict)
     """Session → its own master seed."""
+    waited: Set[tuple[str, str]] = frozenset()
+    """Effective identity and digest of requests that waited for a rival in vain."""
 
     def master(self, request: Request) -> int | None:
         """The master seed of a request; None where nothing tells."""
@@ -74,6 +76,10 @@ class Run:
     def whose(self, request: Request) -> str:
         """What its master seed is, in words."""
         return "the session's own master seed" if request.session in self.seeds else "the master seed"
+
+    def let_wait(self, request: Request) -> bool:
+        """It was asked for one with the bytes of this, which got no index. Most that is refused leaves no record."""
+        return request.digest is not None and (request.identity, request.digest) in self.waited
 
 
 @dataclass(slots=True)

@@ -45,7 +45,7 @@ async def test_missing_request(tmp_path: Path, capsys: Capture) -> None:
     assert (status, found["causes"], found["downstream"]) == (1, {"missing-request": 2}, {})
     first = found["first"]
     assert (first["identity"], first["index"], first["cause"]) == ("7:0", 2, "missing-request")
-    assert first["detail"] == "B never asked for it"
+    assert first["detail"] == "B has no record of it"
     assert first["b"] is None
 
 
@@ -129,8 +129,44 @@ async def test_a_request_too_many_is_told_from_those_that_it_moves(tmp_path: Pat
     _, found = diff(capsys, tmp_path)
     first = found["first"]
     assert (first["index"], first["cause"]) == (1, "missing-request")
-    assert first["detail"].startswith("B has a request here that A never asked")
+    assert first["detail"].startswith("B has a request here that A has no record of")
     assert (found["causes"], sum(found["downstream"].values())) == ({"missing-request": 1}, 2)
+
+
+async def test_a_request_that_strict_refused_for_racing_was_asked_for(tmp_path: Path, capsys: Capture) -> None:
+    strict: dict[str, Any] = {"profile": "strict", "replicas": 1, "timeouts": {"settle": 0.05}}
+    for run in "ab":
+        async with recorded(tmp_path, run, **strict) as (gate, [server]):
+            if run == "a":
+                server.engine.faults.add(route="/v1/chat/completions", times=1, delay_head=0.5)
+                first = asyncio.create_task(ask(gate, "s", "one"))
+                await gate.until(lambda: gate.in_flight("policy-0") == 1)
+                assert (await ask(gate, "s", "two")).status_code == 409
+                await first
+            else:
+                await ask(gate, "s", "one")
+                await ask(gate, "s", "two")
+            await ask(gate, "s", "three")
+    _, found = diff(capsys, tmp_path)
+    assert (found["first"]["index"], found["first"]["cause"]) == (1, "missing-request")
+    assert found["first"]["detail"].startswith(
+        "B has a request here that A gave no index: A was asked for one with its"
+    )
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_request_that_waited_for_a_rival_in_vain_was_asked_for(tmp_path: Path, capsys: Capture, last: bool) -> None:
+    waited = {"event": "waited", "run": "r", "session": "s", "identity": "s", "digest": "0a", "asked": -1, "repeat": 0}
+    vain = "A was asked for one with its bytes, which waited for a rival in vain (refused, or its client gave up)"
+    first, second, after = request("s", 0), request("s", 1, prompt="0a"), request("s", 1 if last else 2, prompt="0b")
+    moved = [] if last else [request("s", 1, prompt="0b")]
+    write(tmp_path / "a", first, [waited], *moved)
+    write(tmp_path / "b", first, second, *([] if last else [after]))
+    _, found = diff(capsys, tmp_path)
+    assert (found["first"]["index"], found["first"]["cause"]) == (1, "missing-request")
+    assert found["first"]["detail"] == (
+        vain if last else f"B has a request here that A gave no index: {vain}; what follows comes under other indices"
+    )
 
 
 @pytest.mark.parametrize(
