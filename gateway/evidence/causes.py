@@ -302,7 +302,7 @@ def _end(request: Request) -> str:
 
 def _answer(a: Request, b: Request, runs: tuple[Run, Run]) -> str:
     where = a.replica if a.replica == b.replica else f"{a.replica} in A, {b.replica} in B"
-    told = [f"replica {where}", f"{a.crowd} in flight in A, {b.crowd} in B"]
+    told = [f"replica {where}", f"{a.crowd} of this run in flight in A, {b.crowd} in B"]
     if a.status != b.status:
         told.append(f"status {a.status} in A, {b.status} in B")
     if a.finish_reasons != b.finish_reasons:

@@ -385,7 +385,7 @@ async def test_other_answer_from_equal_inputs(tmp_path: Path, capsys: Capture) -
     assert status == 1
     assert set(found["causes"]) == {"other-answer"}
     detail = found["first"]["detail"]
-    assert detail.startswith("equal inputs, another answer: replica policy-0; 1 in flight in A, ")
+    assert detail.startswith("equal inputs, another answer: replica policy-0; 1 of this run in flight in A, ")
     assert 'choices[0].message.content: "' in detail
     assert found["first"]["b"]["in_flight"] > 1
 
