@@ -7,13 +7,14 @@ it or are told beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gateway import schemes
 from gateway.core import resume
 from gateway.evidence.requests import Attempt, Request
+from gateway.settings.deciding import routing
 
 Cause = Literal[
     "missing-request",
@@ -27,7 +28,7 @@ Cause = Literal[
 ]
 
 CAUSES: dict[Cause, str] = {
-    "missing-request": "one run did not ask for it, or it got no answer there",
+    "missing-request": "one run has no record of it, or it got no answer there",
     "other-prompt": "it asks something else",
     "other-order": "the same requests of a session came under other indices",
     "other-seed": "it was sampled with another seed",
@@ -65,10 +66,20 @@ class Run:
     deciding: Mapping[str, Any] = field(default_factory=dict)
     seeds: Mapping[str, int] = field(default_factory=dict)
     """Session → its own master seed."""
+    waited: Set[tuple[str, str]] = frozenset()
+    """Effective identity and digest of requests that waited for a rival in vain."""
 
     def master(self, request: Request) -> int | None:
         """The master seed of a request; None where nothing tells."""
         return self.seeds.get(request.session, self.deciding.get("seed"))
+
+    def whose(self, request: Request) -> str:
+        """What its master seed is, in words."""
+        return "the session's own master seed" if request.session in self.seeds else "the master seed"
+
+    def let_wait(self, request: Request) -> bool:
+        """It was asked for one with the bytes of this, which got no index. Most that is refused leaves no record."""
+        return request.digest is not None and (request.identity, request.digest) in self.waited
 
 
 @dataclass(slots=True)
@@ -184,8 +195,9 @@ def _why_seed(a: Request, b: Request, runs: tuple[Run, Run]) -> str:
         return f"the scheme is {a.scheme} in A, {b.scheme} in B"
     masters = [run.master(request) for run, request in zip(runs, (a, b), strict=True)]
     if masters[0] != masters[1] and None not in masters:
-        whose = "session's own master seed" if runs[0].seeds.get(a.session) is not None else "master seed"
-        return f"the {whose} is {masters[0]} in A, {masters[1]} in B"
+        whose = [run.whose(request) for run, request in zip(runs, (a, b), strict=True)]
+        again = "" if whose[0] == whose[1] else f"{whose[1]} is "
+        return f"{whose[0]} is {masters[0]} in A, {again}{masters[1]} in B"
     if a.member != b.member:
         return f"its place in the group is {a.member} in A, {b.member} in B"
     strangers = [side for side, request, master in zip("AB", (a, b), masters, strict=True)
@@ -222,12 +234,29 @@ def _why_replica(a: Request, b: Request, runs: tuple[Run, Run]) -> str:
     pool_a, pool_b = ((run.deciding.get("pools") or {}).get(one.pool) for run, one in zip(runs, (a, b), strict=True))
     if pool_a and pool_b and pool_a != pool_b:
         return f"the pool has {', '.join(pool_a)} in A, {', '.join(pool_b)} in B"
+    if (rule := _other_rule(a, b, runs)) is not None:
+        return rule
     if a.loads is not None and b.loads is not None:
         if sorted(a.loads) != sorted(b.loads):
             return f"it could go to {', '.join(sorted(a.loads))} in A, {', '.join(sorted(b.loads))} in B"
         if a.loads != b.loads:
             return f"it was chosen by load, which was {_loads(a.loads)} in A, {_loads(b.loads)} in B"
     return "the candidates were not the same: a replica was down, drained, added or removed"
+
+
+def _other_rule(a: Request, b: Request, runs: tuple[Run, Run]) -> str | None:
+    """By which other rule the replica was chosen; None: by the same, as far as both runs tell."""
+    told_a, told_b = (run.deciding for run in runs)
+    if "profile" not in told_a or "profile" not in told_b:
+        return None
+    rule_a, rule_b = routing(told_a, a.pool or ""), routing(told_b, b.pool or "")
+    others = [f"routing.{name} is {rule_a[name]} in A, {rule_b[name]} in B"
+              for name in ("key", "slack") if rule_a[name] != rule_b[name]]  # fmt: skip
+    if not others:
+        return None
+    if told_a["profile"] != told_b["profile"]:
+        others.insert(0, f"profile is {told_a['profile']} in A, {told_b['profile']} in B")
+    return f"the rule was another: {'; '.join(others)}"
 
 
 def _loads(loads: Mapping[str, int]) -> str:
@@ -273,7 +302,7 @@ def _end(request: Request) -> str:
 
 def _answer(a: Request, b: Request, runs: tuple[Run, Run]) -> str:
     where = a.replica if a.replica == b.replica else f"{a.replica} in A, {b.replica} in B"
-    told = [f"replica {where}", f"{a.crowd} in flight in A, {b.crowd} in B"]
+    told = [f"replica {where}", f"{a.crowd} of this run in flight in A, {b.crowd} in B"]
     if a.status != b.status:
         told.append(f"status {a.status} in A, {b.status} in B")
     if a.finish_reasons != b.finish_reasons:

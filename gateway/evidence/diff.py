@@ -146,7 +146,10 @@ class _Walk:
         self._watch = watch
         # A session that is sent again brings its master seed.
         seeds = a.seeds | b.seeds if replayed else b.seeds
-        self._runs = (Run(a.source.name, a.source.deciding, a.seeds), Run(b.source.name, b.source.deciding, seeds))
+        self._runs = (
+            Run(a.source.name, a.source.deciding, a.seeds, a.waited),
+            Run(b.source.name, b.source.deciding, seeds, b.waited),
+        )
         self._diff = Diff(*self._runs)
         self._each_bin = max(1, -(-max(len(a), len(b)) // BINS))
         self._group = _Group(b"")
@@ -398,9 +401,10 @@ class _Judge:
             elif (a is None or of_a is not None) and (b is None or of_b is not None):
                 yield self._changed_places(a, b, of_a, of_b)
             else:
-                alone = "A" if of_a is None else "B"
-                other = "B" if alone == "A" else "A"
-                detail = f"{alone} has a request here that {other} never asked; what follows comes under other indices"
+                alone, other, one, run = ("A", "B", a, self._runs[1]) if of_a is None else ("B", "A", b, self._runs[0])
+                assert one is not None
+                lacks = f"gave no index: {_waited(other)}" if run.let_wait(one) else "has no record of"
+                detail = f"{alone} has a request here that {other} {lacks}; what follows comes under other indices"
                 yield Difference(a, b, "missing-request", detail)
         yield from self._alone(left_a, left_b, group)
 
@@ -432,10 +436,15 @@ class _Judge:
             yield self._asks_else(a, b)
         for one in left_a:
             if id(one) not in paired:
-                yield Difference(one, None, "missing-request", _missing("B", group.in_b))
+                yield Difference(one, None, "missing-request", self._missing("B", one, group.in_b))
         for one in left_b:
             if id(one) not in paired:
-                yield Difference(None, one, "missing-request", _missing("A", group.in_a))
+                yield Difference(None, one, "missing-request", self._missing("A", one, group.in_a))
+
+    def _missing(self, side: str, one: Request, has_session: bool) -> str:
+        if self._runs["AB".index(side)].let_wait(one):
+            return _waited(side)
+        return f"{side} has no record of it" if has_session else f"{side} has no request of this session"
 
     def _asks_else(self, a: Request, b: Request) -> Difference:
         """Two requests that belong together and are not the same in what they ask. A client's seed is in its body."""
@@ -488,8 +497,8 @@ def _number(request: Request) -> str:
     return f"index {request.index}" if request.order != "content" else f"index {request.index} of {request.identity}"
 
 
-def _missing(side: str, has_session: bool) -> str:
-    return f"{side} never asked for it" if has_session else f"{side} has no request of this session"
+def _waited(side: str) -> str:
+    return f"{side} was asked for one with its bytes, which waited for a rival in vain (refused, or its client gave up)"
 
 
 def _in_time(request: Request) -> tuple[int, Any]:

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from gateway.core.unseen import seen
 from gateway.evidence.causes import CAUSES, Difference
 from gateway.evidence.diff import Diff
 from gateway.evidence.requests import Request
@@ -105,8 +106,9 @@ def _counts(diff: Diff) -> Table:
 
 def _one(difference: Difference) -> RenderableType:
     also = f" [dim](also {', '.join(difference.also)})[/]" if difference.also else ""
-    head = f"[bold]{escape(where(difference.one))}[/]  [red]{difference.cause}[/]{also}"
-    return Padding.indent(Group(Text.from_markup(head, emoji=False), Padding.indent(Text(difference.detail), 2)), 2)
+    head = f"[bold]{escape(seen(where(difference.one)))}[/]  [red]{difference.cause}[/]{also}"
+    detail = Text(seen(difference.detail))
+    return Padding.indent(Group(Text.from_markup(head, emoji=False), Padding.indent(detail, 2)), 2)
 
 
 def _as_json(difference: Difference | None) -> dict[str, Any] | None:

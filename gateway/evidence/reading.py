@@ -28,6 +28,7 @@ class _Read(NamedTuple):
     runs: set[str]
     seeds: dict[str, int]
     fenced: set[str]
+    waited: set[tuple[str, str]]
     torn: int
     last: Place | None
     claims: int
@@ -84,8 +85,8 @@ def _together(a: Source, b: Source, file: Path, line: Connection, watch: Watch) 
             watch(sum(come))
         if isinstance(told, Unusable):
             raise told
-        runs, seeds, fenced, torn, last, claims, placed = told
-        return mine, Requests(b, Sorter.of(file, placed, claims), runs, seeds, fenced, torn, last)
+        runs, seeds, fenced, waited, torn, last, claims, placed = told
+        return mine, Requests(b, Sorter.of(file, placed, claims), runs, seeds, fenced, waited, torn, last)
     except BaseException:
         mine.sorter.close()
         raise
@@ -101,4 +102,5 @@ def _read(source: Source, file: Path, line: Connection) -> None:
         send(unusable)
     else:
         sorted = found.sorter.put_aside()
-        send(_Read(found.runs, found.seeds, found.fenced, found.torn, found.last, len(found), sorted))
+        told = (found.runs, found.seeds, found.fenced, found.waited, found.torn, found.last)
+        send(_Read(*told, len(found), sorted))

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from gateway.core.unseen import seen
 from gateway.evidence.replay_plans import Replayed
 
 SHOWN = 20
@@ -44,4 +45,5 @@ def show(found: Replayed, console: Console) -> None:
         table.add_row(what, f"{found.checked[what]:,}", told)
     console.print(table)
     for each in found.deviations[:SHOWN]:
-        console.print(f"{each.request_id}  {each.what}: recorded {each.recorded}, now {each.now}", markup=False)
+        told = f"{each.request_id}  {each.what}: recorded {each.recorded}, now {each.now}"
+        console.print(seen(told), markup=False)

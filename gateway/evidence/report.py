@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
+from gateway.core.unseen import seen
 from gateway.evidence.causes import CAUSES, MARKS, Difference
 from gateway.evidence.diff import Diff
 from gateway.evidence.diff_text import as_json, side_of, where
@@ -18,10 +19,18 @@ PLACE = "/*DATA*/"
 def page(diff: Diff) -> str:
     """The page, as HTML."""
     template = (files("gateway.evidence") / "report.html").read_text(encoding="utf-8")
-    data = json.dumps(_data(diff), ensure_ascii=False, separators=(",", ":"))
+    data = json.dumps(_seen(_data(diff)), ensure_ascii=False, separators=(",", ":"))
     # Nothing that a prompt or an id holds may end the script that it stands in.
-    safe = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    return template.replace(PLACE, safe)
+    return template.replace(PLACE, data.replace("<", "\\u003c"))
+
+
+def _seen(told: Any) -> Any:
+    """The same with texts in which all can be seen."""
+    if isinstance(told, str):
+        return seen(told)
+    if isinstance(told, dict):
+        return {name: _seen(value) for name, value in told.items()}
+    return [_seen(each) for each in told] if isinstance(told, list | tuple) else told
 
 
 def _data(diff: Diff) -> dict[str, Any]:

@@ -131,6 +131,8 @@ class Requests:
     """Session → its own master seed."""
     fenced: set[str] = field(default_factory=set)
     """Sessions of which an index was found to be given twice."""
+    waited: set[tuple[str, str]] = field(default_factory=set)
+    """Effective identity and digest of requests that waited for a rival in vain, and so got no index."""
     torn: int = 0
     last: Place | None = None
     _open: dict[tuple[str, str, int], list[_Open]] = field(default_factory=dict)
@@ -181,6 +183,8 @@ class Requests:
             self.seeds[record["session"]] = record["seed"]
         elif event == "fenced":
             self.fenced.add(record["session"])
+        elif event == "waited":
+            self.waited.add((record["identity"], record["digest"]))
         elif event is None and "identity" in record and "index" in record:
             self._know(record)
             self._add(_Open(place, record, 0), place if record.get("outcome") else None, record)

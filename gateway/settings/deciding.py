@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gateway.settings.defaults import STRICT, filled_pool
-from gateway.settings.schema import Pool
+from gateway.settings.schema import Pool, Routing
 
 if TYPE_CHECKING:
     from gateway.settings import Settings
@@ -69,9 +69,19 @@ def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     return sorted(keys)
 
 
+def routing(told: Mapping[str, Any], pool: str) -> dict[str, Any]:
+    """The rule by which a pool chooses replicas, of the settings that are `told`: what is not told is as usual."""
+    usual = Routing(**_usual_routing(told.get("profile"))).model_dump(mode="json", include=ROUTING)
+    return {name: told.get(f"pools[{pool}].routing.{name}", value) for name, value in usual.items()}
+
+
+def _usual_routing(profile: str | None) -> dict[str, Any]:
+    return STRICT["routing"] if profile == "strict" else {}
+
+
 def _usual(settings: Settings, pool: Pool) -> Pool:
     """A pool of which no more is said than must be."""
-    routing = STRICT["routing"] if settings.profile == "strict" else {}
+    routing = _usual_routing(settings.profile)
     bare = {"name": pool.name, "engine": "vllm", "role": pool.role, "replicas": pool.replicas}
     return Pool(**filled_pool(bare, routing)).model_copy(update={"role": "generate"})
 

@@ -149,7 +149,9 @@ class TestAnEngineThatIsNotBatchInvariant:
                 asyncio.run(_ask_all(gate.url, at_once))
         found = as_json(compare(*(find(str(tmp_path / name / "ledger"), tmp_path) for name in "ab")))
         assert set(found["causes"]) == {"other-answer"}
-        assert found["first"]["detail"].startswith("equal inputs, another answer: replica policy-0; 1 in flight in A, ")
+        assert found["first"]["detail"].startswith(
+            "equal inputs, another answer: replica policy-0; 1 of this run in flight in A, "
+        )
         assert found["first"]["b"]["in_flight"] > 1
 
 

@@ -45,7 +45,7 @@ async def test_missing_request(tmp_path: Path, capsys: Capture) -> None:
     assert (status, found["causes"], found["downstream"]) == (1, {"missing-request": 2}, {})
     first = found["first"]
     assert (first["identity"], first["index"], first["cause"]) == ("7:0", 2, "missing-request")
-    assert first["detail"] == "B never asked for it"
+    assert first["detail"] == "B has no record of it"
     assert first["b"] is None
 
 
@@ -129,8 +129,44 @@ async def test_a_request_too_many_is_told_from_those_that_it_moves(tmp_path: Pat
     _, found = diff(capsys, tmp_path)
     first = found["first"]
     assert (first["index"], first["cause"]) == (1, "missing-request")
-    assert first["detail"].startswith("B has a request here that A never asked")
+    assert first["detail"].startswith("B has a request here that A has no record of")
     assert (found["causes"], sum(found["downstream"].values())) == ({"missing-request": 1}, 2)
+
+
+async def test_a_request_that_strict_refused_for_racing_was_asked_for(tmp_path: Path, capsys: Capture) -> None:
+    strict: dict[str, Any] = {"profile": "strict", "replicas": 1, "timeouts": {"settle": 0.05}}
+    for run in "ab":
+        async with recorded(tmp_path, run, **strict) as (gate, [server]):
+            if run == "a":
+                server.engine.faults.add(route="/v1/chat/completions", times=1, delay_head=0.5)
+                first = asyncio.create_task(ask(gate, "s", "one"))
+                await gate.until(lambda: gate.in_flight("policy-0") == 1)
+                assert (await ask(gate, "s", "two")).status_code == 409
+                await first
+            else:
+                await ask(gate, "s", "one")
+                await ask(gate, "s", "two")
+            await ask(gate, "s", "three")
+    _, found = diff(capsys, tmp_path)
+    assert (found["first"]["index"], found["first"]["cause"]) == (1, "missing-request")
+    assert found["first"]["detail"].startswith(
+        "B has a request here that A gave no index: A was asked for one with its"
+    )
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_request_that_waited_for_a_rival_in_vain_was_asked_for(tmp_path: Path, capsys: Capture, last: bool) -> None:
+    waited = {"event": "waited", "run": "r", "session": "s", "identity": "s", "digest": "0a", "asked": -1, "repeat": 0}
+    vain = "A was asked for one with its bytes, which waited for a rival in vain (refused, or its client gave up)"
+    first, second, after = request("s", 0), request("s", 1, prompt="0a"), request("s", 1 if last else 2, prompt="0b")
+    moved = [] if last else [request("s", 1, prompt="0b")]
+    write(tmp_path / "a", first, [waited], *moved)
+    write(tmp_path / "b", first, second, *([] if last else [after]))
+    _, found = diff(capsys, tmp_path)
+    assert (found["first"]["index"], found["first"]["cause"]) == (1, "missing-request")
+    assert found["first"]["detail"] == (
+        vain if last else f"B has a request here that A gave no index: {vain}; what follows comes under other indices"
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,6 +239,25 @@ async def test_a_session_with_another_master_seed(tmp_path: Path, capsys: Captur
     assert "the session's own master seed is 1 in A, 2 in B" in found["first"]["detail"]
 
 
+@pytest.mark.parametrize(
+    ("own", "why"),
+    [
+        ("a", "the session's own master seed is 7 in A, the master seed is 42 in B"),
+        ("b", "the master seed is 42 in A, the session's own master seed is 7 in B"),
+    ],
+)
+def test_a_master_seed_is_the_sessions_own_in_one_run_alone(
+    tmp_path: Path, capsys: Capture, own: str, why: str
+) -> None:
+    for run in "ab":
+        created = {"event": "session", "session": "s", "identity": "s", "ordinal": 0, "index_order": None}
+        created |= {"seed": 7 if run == own else None, "group": None, "member": None, "key_digest": "00"}
+        write(tmp_path / run, [created], request("s", 0, seed=7 if run == own else 42))
+    _, found = diff(capsys, tmp_path)
+    assert found["causes"] == {"other-seed": 1}
+    assert found["first"]["detail"].endswith(why)
+
+
 async def test_other_replica_with_the_same_answer(tmp_path: Path, capsys: Capture) -> None:
     for run in "ab":
         async with recorded(tmp_path, run) as (gate, _):
@@ -219,6 +274,47 @@ async def test_other_replica_with_the_same_answer(tmp_path: Path, capsys: Captur
     assert found["first_answer"] is None
     status, found = diff(capsys, tmp_path, "--answers-only")
     assert (status, found["equal"], set(found["harmless"])) == (0, True, {"other-replica"})
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "why"),
+    [
+        (
+            {"profile": "balanced"},
+            {"profile": "strict"},
+            "profile is balanced in A, strict in B; routing.slack is 0 in A, inf in B",
+        ),
+        (
+            {"profile": "strict"},
+            {"profile": "strict", "pools[policy].routing.key": "session"},
+            "routing.key is request in A, session in B",
+        ),
+        (
+            {"profile": "balanced", "pools[policy].routing.slack": 2},
+            {"profile": "balanced"},
+            "routing.slack is 2 in A, 0 in B",
+        ),
+    ],
+)
+def test_other_replica_by_another_rule(
+    tmp_path: Path, capsys: Capture, a: dict[str, Any], b: dict[str, Any], why: str
+) -> None:
+    for run, replica, deciding in (("a", "policy-0", a), ("b", "policy-1", b)):
+        sent = request("s", 0, attempts=[{"replica": replica, "outcome": "answered"}])
+        sent[1]["loads"] = {"policy-0": 0, "policy-1": 0} if deciding["profile"] == "balanced" else None
+        write(tmp_path / run, sent, pools={"policy": ["policy-0", "policy-1"]}, **deciding)
+    _, found = diff(capsys, tmp_path)
+    assert found["causes"] == {"other-replica": 1}
+    assert found["first"]["detail"] == f"policy-0 in A, policy-1 in B: the rule was another: {why}"
+
+
+def test_other_candidates_are_told_where_the_rule_was_the_same(tmp_path: Path, capsys: Capture) -> None:
+    for run, replica, slack in (("a", "policy-0", "inf"), ("b", "policy-1", None)):
+        sent = request("s", 0, attempts=[{"replica": replica, "outcome": "answered"}])
+        told = {"profile": "strict"} if slack is None else {"profile": "balanced", "pools[policy].routing.slack": slack}
+        write(tmp_path / run, sent, **told)
+    _, found = diff(capsys, tmp_path)
+    assert "the candidates were not the same" in found["first"]["detail"]
 
 
 async def test_other_weight_version(tmp_path: Path, capsys: Capture) -> None:
@@ -289,7 +385,7 @@ async def test_other_answer_from_equal_inputs(tmp_path: Path, capsys: Capture) -
     assert status == 1
     assert set(found["causes"]) == {"other-answer"}
     detail = found["first"]["detail"]
-    assert detail.startswith("equal inputs, another answer: replica policy-0; 1 in flight in A, ")
+    assert detail.startswith("equal inputs, another answer: replica policy-0; 1 of this run in flight in A, ")
     assert 'choices[0].message.content: "' in detail
     assert found["first"]["b"]["in_flight"] > 1
 

@@ -17,6 +17,8 @@ def two(tmp_path: Path) -> tuple[Source, Source]:
     """Runs in which a turn has another answer and what follows asks something else."""
     for name, answer in (("a", "x"), ("b", "y")):
         turns = [request("s", 0), request("s", 1, answer=answer), request("s", 2, prompt=answer)]
+        waited = {"event": "waited", "session": "u", "identity": "u", "digest": "0a", "asked": -1, "repeat": 0}
+        turns += [request("u", 0), request("u", 1, prompt="0a") if name == "a" else [waited]]
         write(tmp_path / name, *turns, *[request(f"task:{n}", turn) for n in range(40) for turn in range(3)])
     return find("a", tmp_path), find("b", tmp_path)
 
@@ -37,9 +39,13 @@ def test_both_ways_find_the_same(two: tuple[Source, Source], monkeypatch: pytest
         diff = compare(*two, watch=lambda phase, done, read=read: read.append(done) if phase == "read" else None)  # type: ignore[misc]
         assert read == sorted(read)
         assert read[-1] == sum(source.bytes for source in two)
+        assert any("waited for a rival in vain" in each.detail for each in diff.kept)
         found.append(diff_text.as_json(diff))
     assert found[0] == found[1]
-    assert (found[0]["causes"], found[0]["downstream"]) == ({"other-answer": 1}, {"other-prompt": 1})
+    assert (found[0]["causes"], found[0]["downstream"]) == (
+        {"other-answer": 1, "missing-request": 1},
+        {"other-prompt": 1},
+    )
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -108,6 +108,28 @@ def page(tmp_path: Path) -> Path:
     return file
 
 
+def test_what_cannot_be_seen_is_written_out_in_page_and_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unseen = "\u202a\u202e\u2066\u2069\u200e\u200f\u2028\x7f\x9b"
+    for run in "ab":
+        body = json.dumps({"model": "m", "prompt": f"{unseen}{run}"}, ensure_ascii=False)
+        write(tmp_path / run, request(f"s{unseen}", 0, prompt=run, request_body=body))
+    file = tmp_path / "report.html"
+    assert main(["diff", "a", "b", "--ledger", str(tmp_path), "--html", str(file)]) == 1
+    written = "".join(f"\\u{ord(one):04x}" for one in unseen)
+    text, page = capsys.readouterr().out, file.read_text()
+    assert f"s{written} index 0" in text
+    assert f'prompt: "{written}a" in A, "{written}b" in B' in text
+    assert json.dumps(f"s{written} index 0")[1:-1] in page
+    for shown in (text, page):
+        assert [one for one in shown if one in unseen] == []
+    assert (
+        json.loads(page.split('id="data">')[1].split("</script>")[0])["differences"][0]["where"]
+        == f"s{written} index 0"
+    )
+
+
 def test_a_browser_draws_the_page_and_keys_move_in_it(page: Path) -> None:
     found = looked_at(page, "--window-size=1280,900", "--blink-settings=preferredColorScheme=1")
     assert found["errors"] == []

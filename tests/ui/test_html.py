@@ -6,12 +6,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.core.unseen import seen
 from gateway.ui import html
-from gateway.ui.html import Markup, link, name, render, seen, tag
+from gateway.ui.html import Markup, link, name, render, tag
 
 
 class Read(HTMLParser):
@@ -47,16 +47,6 @@ def test_a_link_brings_back_what_it_was_given(text: str) -> None:
     parts = urlsplit(read.attributes[0]["href"] or "")
     assert (parts.scheme, parts.netloc, parts.path) == ("", "", "requests")
     assert parse_qs(parts.query, keep_blank_values=True) == {"session": [text]}
-
-
-@pytest.mark.parametrize("text", ["\u202e", "\u2066", "\u200b", "\ufeff", "\x00", "\x1b", "\r", "\x9b", "\ud800"])
-def test_what_cannot_be_seen_is_written_out(text: str) -> None:
-    assert seen(f"a{text}b") == f"a\\u{ord(text):04x}b"
-
-
-def test_letters_of_every_script_stay_as_they_are() -> None:
-    text = "naïve 会话 сессия جلسة\n\tz"
-    assert seen(text) == text
 
 
 def test_numbers_and_nothing_and_several_can_be_given() -> None:
