@@ -462,9 +462,12 @@ class _Judge:
         spots = self._bodies.spots(a, b)
         if spots:
             return "; ".join(map(str, spots))
-        return (
-            f"digest {a.content or a.digest} in A, {b.content or b.digest} in B; ledger.bodies: true would tell where"
-        )
+        told = f"digest {a.content or a.digest} in A, {b.content or b.digest} in B"
+        if causes.same_prompt(a, b) is None:
+            return (
+                f"{told}: of the bytes alone, so it may be a field that does not sample; ledger.bodies: true would tell"
+            )
+        return f"{told}; ledger.bodies: true would tell where"
 
 
 class _Asked:

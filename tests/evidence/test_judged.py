@@ -174,7 +174,12 @@ def test_the_first_answer_that_differs_may_come_later(compared: Compare) -> None
             "other-prompt",
             "asked of /v1/chat/completions in A, of /v1/completions in B",
         ),
-        ({"prompt": "x"}, "other-prompt", "digest s 0 in A, x in B; ledger.bodies: true would tell where"),
+        (
+            {"prompt": "x"},
+            "other-prompt",
+            "digest s 0 in A, x in B: of the bytes alone, so it may be a field that does not sample; "
+            "ledger.bodies: true would tell",
+        ),
     ],
 )
 def test_causes(compared: Compare, changes: dict[str, Any], cause: str | None, words: str) -> None:
