@@ -16,6 +16,9 @@ from gateway.sim.settings import SimSettings
 
 _TICK = 0.1
 
+_ACCEPTING = 6
+"""Turns of the loop until a connection that was accepted is one that can be closed."""
+
 
 class _Server(uvicorn.Server):
     """uvicorn's server inside another program: no hold on signals, a start and an end that can be awaited."""
@@ -89,6 +92,13 @@ class SimServer:
         """Stops listening and resets what is open, as when the process is killed."""
         if self._server is None or self._task is None:
             return
+        # What was accepted in this turn fails half made where its server is closed in the next (CPython's asyncio).
+        loop = asyncio.get_running_loop()
+        for listener in self._server.servers:
+            for sock in listener.sockets:
+                loop.remove_reader(sock.fileno())
+        for _ in range(_ACCEPTING):
+            await asyncio.sleep(0)
         for listener in self._server.servers:
             listener.close()
         self.app.crash()
