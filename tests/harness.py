@@ -28,6 +28,7 @@ from gateway.assembly import Gateway
 from gateway.carriers.asgi import Application, DataPlane, Receive, Send
 from gateway.serve import Server
 from gateway.settings import Settings
+from gateway.sim.server import close
 from gateway.tasks import start, stop
 from tests import waiting
 
@@ -395,10 +396,6 @@ async def polite(seen: Seen, reply: Reply) -> None:
         reply.json(completion())
 
 
-ACCEPTING = 6
-"""Turns of the loop until a connection that was accepted is one that can be closed."""
-
-
 class FakeWorker:
     """A server that does what its script says. Probes are answered unless `probes` says otherwise.
 
@@ -450,12 +447,7 @@ class FakeWorker:
     async def stop(self) -> None:
         """Stop listening and drop every connection."""
         if self._server is not None:
-            # What was accepted in this turn fails half made where its server is closed in the next (CPython's asyncio).
-            for sock in self._server.sockets:
-                asyncio.get_running_loop().remove_reader(sock.fileno())
-            for _ in range(ACCEPTING):
-                await asyncio.sleep(0)
-            self._server.close()
+            await close(self._server)
             await stop(*self._tasks)
             self._server = None
         while self._fillers:

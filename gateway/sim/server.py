@@ -20,6 +20,18 @@ _ACCEPTING = 6
 """Turns of the loop until a connection that was accepted is one that can be closed."""
 
 
+async def close(listener: asyncio.Server) -> None:
+    """Stop listening, with no connection left half made.
+
+    What was accepted in one turn of the loop fails so where its server is closed in the next (CPython's asyncio).
+    """
+    for sock in listener.sockets:
+        asyncio.get_running_loop().remove_reader(sock.fileno())
+    for _ in range(_ACCEPTING):
+        await asyncio.sleep(0)
+    listener.close()
+
+
 class _Server(uvicorn.Server):
     """uvicorn's server inside another program: no hold on signals, a start and an end that can be awaited."""
 
@@ -92,15 +104,8 @@ class SimServer:
         """Stops listening and resets what is open, as when the process is killed."""
         if self._server is None or self._task is None:
             return
-        # What was accepted in this turn fails half made where its server is closed in the next (CPython's asyncio).
-        loop = asyncio.get_running_loop()
         for listener in self._server.servers:
-            for sock in listener.sockets:
-                loop.remove_reader(sock.fileno())
-        for _ in range(_ACCEPTING):
-            await asyncio.sleep(0)
-        for listener in self._server.servers:
-            listener.close()
+            await close(listener)
         self.app.crash()
         self._server.ended.set()
         await self._task
