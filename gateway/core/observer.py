@@ -57,7 +57,7 @@ class Observer(Seen):
             self._data(chunk[6:end])
             return
         self._catch_up()
-        if alone and chunk.find(b"\n\n") == end:
+        if alone and chunk.find(b"\n\n") == end and chunk.find(b"\r") < 0:
             self._data(payload(chunk[:end]))
             return
         for event in splitter.feed(chunk):

@@ -196,6 +196,7 @@ SEEDS: dict[str, list[bytes]] = {
     "events": [
         b'\x10\x40\x80\xc0data: {"choices": [{"index": 0, "delta": {"content": "a"}}]}\n\ndata: [DONE]\n\n',
         b'\x01\x02\x03\xf0event: message_delta\r\ndata: {"delta": {"stop_reason": "x"}}\r\n\r\n: ping\n\n',
+        b'\x10\x40\x80\xc0data: {"choices": [{"index": 0}]}\r\n\r\nid: 1\ndata: [DONE]\n\n',
     ],
     "ledger": [b'{"event": "opened", "index": 0}\n{"event": "gap"}\n{"event": "clo', b"\n\n[]\nnull\n{}\n\xff\n"],
 }
