@@ -16,6 +16,7 @@ import sqlite3
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import combinations, islice
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -176,8 +177,8 @@ class Shelf:
             "CREATE TABLE IF NOT EXISTS row (number INTEGER PRIMARY KEY, before INTEGER, key BLOB, value BLOB)"
         )
         database.execute(f"CREATE UNIQUE INDEX IF NOT EXISTS late ON row (key) WHERE number > {CHAINED}")
+        self._slots = memoryview(mmap(-1, 8 * SLOTS, access=ACCESS_COPY)).cast("Q")
         self._database = database
-        self._slots = memoryview(bytearray(8 * SLOTS)).cast("Q")
         return database
 
 
