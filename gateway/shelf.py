@@ -12,6 +12,7 @@ become more, so from `CHAINED` rows on the file has an index of those that come 
 from __future__ import annotations
 
 import marshal
+import secrets
 import sqlite3
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import structlog
+from xxhash import xxh3_64_intdigest
 
 from gateway.core.errors import StoreFault
 
@@ -63,6 +65,8 @@ class Shelf:
         self._slots = memoryview(bytearray()).cast("Q")
         self._last = 0
         """The number of the last row."""
+        self._seed = secrets.randbits(64)
+        """Of the hash of keys: nobody can send many that share a slot."""
         self.close()
 
     @property
@@ -108,14 +112,14 @@ class Shelf:
             self._file.unlink(missing_ok=True)
 
     def _put(self, database: sqlite3.Connection, rows: dict[bytes, bytes]) -> None:
-        slots, last, written = self._slots, self._last, 0
+        slots, seed, last, written = self._slots, self._seed, self._last, 0
         chained: list[tuple[int, int, bytes, bytes]] = []
         late: list[tuple[int, bytes, bytes]] = []
         known: list[tuple[bytes, int]] = []
         try:
             with database:
                 for key, value in rows.items():
-                    hashed = hash(key)
+                    hashed = xxh3_64_intdigest(key, seed)
                     slot, mark = hashed % SLOTS, _MARKS[(hashed >> 32) % len(_MARKS)]
                     head = slots[slot]
                     if head & mark == mark:
@@ -135,7 +139,7 @@ class Shelf:
                 database.executemany("UPDATE row SET value = ? WHERE number = ?", known)
         except BaseException:
             for _, before, key, _ in reversed(chained):
-                slot = hash(key) % SLOTS
+                slot = xxh3_64_intdigest(key, seed) % SLOTS
                 slots[slot] = before << _MARK_BITS | slots[slot] & _ALL_MARKS
             raise
         self._last = last
@@ -145,7 +149,7 @@ class Shelf:
         database = self._database
         if database is None:
             return None
-        hashed = hash(key)
+        hashed = xxh3_64_intdigest(key, self._seed)
         head, mark = self._slots[hashed % SLOTS], _MARKS[(hashed >> 32) % len(_MARKS)]
         try:
             number = head >> _MARK_BITS if head & mark == mark else 0
