@@ -29,7 +29,8 @@ from gateway.ledger.shapes import Unreadable
 from gateway.runs import Run, RunBusy, Runs, Told
 from gateway.sessions import Sessions
 from gateway.settings import InvalidSettings, Settings
-from gateway.stores.memory import WEIGHT, MemoryStore
+from gateway.stores import memory
+from gateway.stores.memory import MemoryStore
 from tests import killing, ports
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
 
@@ -663,7 +664,7 @@ async def test_a_run_is_the_same_however_long_its_ledger_is(
             assert mine
             store = gate.gateway._store
             assert isinstance(store, MemoryStore)
-            assert store._weight == sum(WEIGHT + scope.remembered for scope in store._scopes.values())
+            assert store._weight == sum(map(memory._weight, store._scopes.values()))
             assert len(gate.gateway.sessions._ended) <= 3
         lost = [
             json.loads(line) for file in (tmp_path / "old").glob("*.jsonl") for line in file.read_text().splitlines()

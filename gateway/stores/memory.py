@@ -11,14 +11,14 @@ import asyncio
 import marshal
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 from gateway.core.errors import Conflict
-from gateway.core.indexing import Ask, Asked, Bound, Claim, Indices, Keyed, Scope, Session, Wait
+from gateway.core.indexing import Ask, Asked, Bound, Claim, Indices, Keyed, Kind, Scope, Session, Wait
 from gateway.ledger.writer import Ledger
 from gateway.settings import Settings
 from gateway.shelf import Entries, Row, Shelf
@@ -32,7 +32,7 @@ WEIGHT = 8
 ENTRIES = 128
 """Of one scope, the bytes and named indices that are in memory, and of a session the keys."""
 
-BATCH = 128
+BATCH = 64
 """Scopes that leave at once, at most."""
 
 
@@ -52,6 +52,8 @@ class Shared(Session):
 
     scopes: int = 0
     """Those that are in memory."""
+    shelved: bool = False
+    """The shelf knows that there is one."""
 
 
 def build(settings: Settings, failed: Callable[[], None]) -> MemoryStore:
@@ -71,8 +73,8 @@ class MemoryStore:
         self._batch = min(BATCH, 1 + scopes // 8)
         self._limit = (scopes + self._batch) * (WEIGHT + 1)
         self._weight = 0
-        self._scopes: OrderedDict[ScopeKey, Scope] = OrderedDict()
-        """The one that was used last comes last."""
+        self._scopes: OrderedDict[ScopeKey, Scope | bytes] = OrderedDict()
+        """The one that was used last comes last. Bytes: one of a single request that is over, packed."""
         self._sessions: dict[tuple[str, str], Shared] = {}
         """By run and session: those of the scopes in memory."""
         self._waiters: dict[ScopeKey, list[Waiter]] = {}
@@ -105,13 +107,13 @@ class MemoryStore:
         return outcome
 
     async def complete(self, key: ScopeKey, index: int, *, sure: bool = False) -> bool:
-        raced = self._scopes[key].complete(index)
+        raced = self._claimed(key).complete(index)
         if key in self._waiters:
             self._wake(key)
         return raced
 
     async def settle(self, key: ScopeKey, index: int, *, used: bool) -> bool:
-        released = self._settle(key, self._scopes[key], index, used=used)
+        released = self._settle(key, self._claimed(key), index, used=used)
         if key in self._waiters:
             self._wake(key)
         return released
@@ -119,11 +121,11 @@ class MemoryStore:
     async def has_issued(self, key: ScopeKey, index: int) -> bool:
         if key.run in self._fenced:
             return True
-        scope = self._scopes.get(key) or self._back(key, Session())
+        scope = self._seen(key)
         return scope is not None and scope.has_issued(index)
 
     def raced(self, key: ScopeKey, index: int) -> bool:
-        return index in self._scopes[key].raced
+        return index in self._claimed(key).raced
 
     async def learn(self, key: ScopeKey) -> None:
         """There is no other process."""
@@ -132,10 +134,12 @@ class MemoryStore:
         if (run, session) in self._sessions:
             return True
         shelf = self._shelves.get(run)
-        return shelf is not None and shelf.any(_prefix("scope", session))
+        return shelf is not None and any(
+            shelf.get(row) is not None for row in (_scope_row(session, session), _session_row(session))
+        )
 
     def next_index(self, key: ScopeKey) -> int | None:
-        scope = self._scopes.get(key) or self._back(key, Session())
+        scope = self._seen(key)
         if scope is None:
             return 0
         return None if scope.kind == "client" else scope.next
@@ -168,7 +172,7 @@ class MemoryStore:
                 claim = next((claim for claim in reversed(claims) if "complete" not in claim), None)
                 if claim is not None:
                     claim["complete"] = True
-                    self._scopes[key].complete(index)
+                    self._claimed(key).complete(index)
                 continue
             # Of several claims any may be the one that is over: rather one whose answer was complete, if it was used.
             claim = next((claim for claim in reversed(claims) if ("complete" in claim) == record["used"]), claims[-1])
@@ -176,7 +180,7 @@ class MemoryStore:
             if not claims:
                 del live[key, index]
             if record.get("racing"):
-                self._scopes[key].restore_raced(index)
+                self._claimed(key).restore_raced(index)
             self._end(key, index, used=record["used"], complete="complete" in claim)
         return [self._lost(key, index, record) for (key, index), claims in live.items() for record in claims]
 
@@ -208,7 +212,8 @@ class MemoryStore:
 
     @property
     def busy(self) -> set[str]:
-        return {key.run for key, scope in self._scopes.items() if scope.live} | {key.run for key in self._waiters}
+        busy = {key.run for key, scope in self._scopes.items() if isinstance(scope, Scope) and scope.live}
+        return busy | {key.run for key in self._waiters}
 
     def take_over(self, other: MemoryStore) -> None:
         """Know what another store of this process was brought to; that one is used no more."""
@@ -223,7 +228,7 @@ class MemoryStore:
         self._ledgers.pop(run, None)
         self._fenced.discard(run)
         for key in [key for key in self._scopes if key.run == run]:
-            self._weight -= WEIGHT + self._scopes.pop(key).remembered
+            self._weight -= _weight(self._scopes.pop(key))
         for place in [place for place in self._sessions if place[0] == run]:
             del self._sessions[place]
         if (shelf := self._shelves.pop(run, None)) is not None:
@@ -244,7 +249,7 @@ class MemoryStore:
 
     def _end(self, key: ScopeKey, index: int, *, used: bool, complete: bool = False) -> None:
         """A claim is over. `complete`: its answer had ended before."""
-        scope = self._scopes[key]
+        scope = self._claimed(key)
         if not complete:
             scope.complete(index)
         self._settle(key, scope, index, used=used)
@@ -255,10 +260,12 @@ class MemoryStore:
         if asked > ENTRIES or bound > ENTRIES:
             self._thin(key, scope)
             asked, bound = len(scope.asked), len(scope.bound)
-        remembered = asked + bound
-        if remembered != scope.remembered:
-            self._weight += remembered - scope.remembered
-            scope.remembered = remembered
+        remembered, before = asked + bound, scope.remembered
+        scope.remembered = remembered
+        if remembered == 1 and key not in self._waiters and (packed := _single(scope)) is not None:
+            self._scopes[key] = packed
+        if remembered != before:
+            self._weight += remembered - before
             if self._weight > self._limit:
                 self._put_away()
         return released
@@ -268,16 +275,36 @@ class MemoryStore:
         scope = self._scopes.get(key)
         if scope is not None:
             self._scopes.move_to_end(key)
+            if isinstance(scope, bytes):
+                scope = self._scopes[key] = _unpacked_single(key, self._sessions[key.run, key.session], scope)
             return scope
         if self._weight >= self._limit:
             self._put_away()
         place = key.run, key.session
         session = self._sessions.get(place) or self._shared(place)
-        scope = self._scopes[key] = self._back(key, session) or Scope(key.identity, session)
+        scope = self._back(key, session)
+        if scope is None:
+            scope = Scope(key.identity, session)
+        else:
+            session.shelved = True
+        self._scopes[key] = scope
         session.scopes += 1
         scope.remembered = len(scope.asked) + len(scope.bound)
         self._weight += WEIGHT + scope.remembered
         return scope
+
+    def _claimed(self, key: ScopeKey) -> Scope:
+        """A scope in which something happens."""
+        scope = self._scopes[key]
+        assert isinstance(scope, Scope)
+        return scope
+
+    def _seen(self, key: ScopeKey) -> Scope | None:
+        """A scope to be looked at, wherever it is; None: there was none."""
+        scope = self._scopes.get(key)
+        if scope is None:
+            return self._back(key, Session())
+        return _unpacked_single(key, Session(), scope) if isinstance(scope, bytes) else scope
 
     def _shared(self, place: tuple[str, str]) -> Shared:
         shelf = self._shelves.get(place[0])
@@ -290,40 +317,48 @@ class MemoryStore:
     def _back(self, key: ScopeKey, session: Session) -> Scope | None:
         """A scope that had left memory; None: there was none."""
         shelf = self._shelves.get(key.run)
-        row = None if shelf is None or shelf.empty else shelf.get(_prefix("scope", key.session) + key.identity.encode())
+        row = None if shelf is None or shelf.empty else shelf.get(_scope_row(key.session, key.identity))
         if row is None or shelf is None:
             return None
-        return _unpacked(key, session, shelf, marshal.loads(row))
+        return _unpacked(key, session, shelf, row)
 
     def _put_away(self) -> None:
         """Let the scopes go that were used longest ago, but none in which something happens."""
-        gone: dict[str, list[ScopeKey]] = {}
-        for key in list(islice(self._scopes, self._batch)):
-            if self._scopes[key].live or key in self._waiters or key.run not in self._shelves:
+        gone: dict[str, list[tuple[ScopeKey, Scope | bytes]]] = {}
+        for key, scope in list(islice(self._scopes.items(), self._batch)):
+            if key.run not in self._shelves or (isinstance(scope, Scope) and (scope.live or key in self._waiters)):
                 self._scopes.move_to_end(key)
             else:
-                gone.setdefault(key.run, []).append(key)
-        for run, keys in gone.items():
-            if self._shelves[run].put([row for key in keys for row in self._rows(key)]):
-                for key in keys:
-                    self._gone(key)
+                gone.setdefault(key.run, []).append((key, scope))
+        for run, scopes in gone.items():
+            if self._shelves[run].put(self._rows(run, scopes)):
+                self._gone(run, scopes)
 
-    def _rows(self, key: ScopeKey) -> Iterator[Row]:
-        scope = self._scopes[key]
-        for entries in (scope.asked, scope.bound, scope.released):
-            if isinstance(entries, Entries):
-                yield from entries.rows()
-        yield _prefix("scope", key.session) + key.identity.encode(), marshal.dumps(_packed(scope))
+    def _rows(self, run: str, scopes: list[tuple[ScopeKey, Scope | bytes]]) -> list[Row]:
+        rows = []
+        for (_, session, identity), scope in scopes:
+            if isinstance(scope, Scope):
+                for entries in (scope.asked, scope.bound, scope.released):
+                    if isinstance(entries, Entries):
+                        rows += entries.rows()
+                scope = marshal.dumps(_packed(scope))
+            rows.append((_scope_row(session, identity), scope))
+            if identity != session and not self._sessions[run, session].shelved:
+                rows.append((_session_row(session), b""))
+        return rows
 
-    def _gone(self, key: ScopeKey) -> None:
-        self._weight -= WEIGHT + self._scopes.pop(key).remembered
-        place = key.run, key.session
-        session = self._sessions[place]
-        session.scopes -= 1
-        if isinstance(session.keys, Entries):
-            session.keys.shed(0 if not session.scopes else ENTRIES)
-        if not (session.scopes or session.keys):
-            del self._sessions[place]
+    def _gone(self, run: str, scopes: list[tuple[ScopeKey, Scope | bytes]]) -> None:
+        for key, scope in scopes:
+            del self._scopes[key]
+            self._weight -= _weight(scope)
+            place = run, key.session
+            session = self._sessions[place]
+            session.scopes -= 1
+            session.shelved = True
+            if session.keys and isinstance(session.keys, Entries):
+                session.keys.shed(0 if not session.scopes else ENTRIES)
+            if not (session.scopes or session.keys):
+                del self._sessions[place]
 
     def _thin(self, key: ScopeKey, scope: Scope) -> None:
         """Keep only a part of a scope in memory that has grown long."""
@@ -360,7 +395,7 @@ class MemoryStore:
         if waiter.outcome.done():
             return
         try:
-            claim = self._scopes[key].claim(waiter.ask, raced=waiter.raced, final=final)
+            claim = self._claimed(key).claim(waiter.ask, raced=waiter.raced, final=final)
         except Conflict as conflict:
             waiter.outcome.set_exception(conflict)
         else:
@@ -414,6 +449,16 @@ def _prefix(kind: str, session: str) -> bytes:
     return f"{kind} {session}\n".encode()
 
 
+def _scope_row(session: str, identity: str) -> bytes:
+    """Where a scope is."""
+    return f"scope {session}\n{identity}".encode()
+
+
+def _session_row(session: str) -> bytes:
+    """Where it says that a session has scopes, if none of them has its name."""
+    return f"session {session}".encode()
+
+
 def _packed_key(keyed: Keyed) -> Any:
     return keyed.identity, keyed.index, keyed.content
 
@@ -452,6 +497,32 @@ def _thinned(key: ScopeKey, scope: Scope, shelf: Shelf) -> tuple[Entries[Any, An
     return cast(tuple[Entries[Any, Any], ...], (scope.asked, scope.bound, scope.released))
 
 
+_SINGLE: dict[Kind | None, bytes] = {"arrival": b"\0a", "content": b"\0c", "client": b"\0n"}
+"""What the row of a scope of a single request begins with; `marshal` writes no such."""
+
+_KINDS = {first[1]: kind for kind, first in _SINGLE.items()}
+
+
+def _single(scope: Scope) -> bytes | None:
+    """The row of a scope of which one request had the only index, and delivered it; None: it is another."""
+    if scope.next != 1 or scope.live or scope.bound or scope.released or scope.raced:
+        return None
+    if isinstance(scope.asked, Entries):
+        return None
+    [(raw, asked)] = scope.asked.items()
+    if asked.index or asked.repeat or asked.live:
+        return None
+    return _SINGLE[scope.kind] + raw
+
+
+def _unpacked_single(key: ScopeKey, session: Session, row: bytes) -> Scope:
+    return Scope(key.identity, session, 1, _KINDS[row[1]], asked={row[2:]: Asked(0, 0)}, remembered=1)
+
+
+def _weight(scope: Scope | bytes) -> int:
+    return WEIGHT + (1 if isinstance(scope, bytes) else scope.remembered)
+
+
 def _packed(scope: Scope) -> Any:
     """A scope in which nothing happens, without what is on the shelf already."""
     raced = bytes(scope.raced) if isinstance(scope.raced, Indices) else b""
@@ -467,8 +538,10 @@ def _packed(scope: Scope) -> Any:
     )
 
 
-def _unpacked(key: ScopeKey, session: Session, shelf: Shelf, row: Any) -> Scope:
-    number, kind, raced, *entries = row
+def _unpacked(key: ScopeKey, session: Session, shelf: Shelf, row: bytes) -> Scope:
+    if row.startswith(b"\0"):
+        return _unpacked_single(key, session, row)
+    number, kind, raced, *entries = marshal.loads(row)
     scope = Scope(key.identity, session, number, kind)
     if raced:
         scope.raced = Indices(raced)
