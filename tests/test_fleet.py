@@ -276,6 +276,10 @@ class Turns(RuleBasedStateMachine):
     def drain(self, data: st.DataObject) -> None:
         self.pool.drain(data.draw(st.sampled_from(sorted(self.pool.replicas))))
 
+    @rule(data=st.data())
+    def take_back(self, data: st.DataObject) -> None:
+        self._one(data).draining = False
+
     @precondition(lambda self: len(self.pool.replicas) > 1)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
@@ -301,6 +305,19 @@ class Turns(RuleBasedStateMachine):
         if usable:
             ranked, _ = self.pool.ranked("key", self.pool.usable())
             assert self.pool.at_home("key", ranked) == (ranked[0] == routing.best("key", homes))
+
+
+def test_the_trial_of_an_open_breaker_is_for_one_request() -> None:
+    made = policy(2, health={"breaks": 1})
+    replica = made.replicas["policy-0"]
+    replica.failed("broke", "it said nothing")
+    assert [*made.usable()] == ["policy-1"]
+    replica.probed("ok", "")
+    assert [*made.usable()] == ["policy-0", "policy-1"]
+    replica.chosen()
+    assert [*made.usable()] == ["policy-1"]
+    replica.served()
+    assert [*made.usable()] == ["policy-0", "policy-1"]
 
 
 TestTurns = Turns.TestCase
