@@ -167,18 +167,15 @@ class Dispatcher:
 
     def _by_rule(self, job: Job, avoid: set[str]) -> Replica:
         pool = job.pool
-        loads = pool.loads(avoid)
-        if not loads:
+        usable = pool.usable(avoid)
+        if not usable:
             raise Busy(
                 f"No replica of pool {pool.name} is up. {pool.why_down()}", code="no_healthy_replica", retry_after=2
             )
-        job.candidates = pool.ranked(job.key, loads)
-        replica = pool.replicas[job.candidates[0]]
-        if not pool.stable:
-            job.loads = loads
-        elif "home-down" not in job.flags and replica is not pool.home(job.key):
+        job.candidates, job.loads = pool.ranked(job.key, usable)
+        if pool.stable and "home-down" not in job.flags and not pool.at_home(job.key, job.candidates):
             job.flags.append("home-down")
-        return replica
+        return usable[job.candidates[0]]
 
     def _follow(self, job: Job, avoid: set[str]) -> Replica:
         kept = job.pool.kept(job.session)
@@ -234,7 +231,7 @@ class Dispatcher:
         return sending
 
     def _occupy(self, job: Job, call: Call, replica: Replica) -> Sending:
-        replica.vitals.chosen()
+        replica.chosen()
         ids_of_client = job.client_ids
         if job.apart and len(ids_of_client) > 1:
             ids_of_client = ids_of_client[call.prompt : call.prompt + 1]

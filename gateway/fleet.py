@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gateway import engines, findings
@@ -28,7 +28,10 @@ SESSIONS_KEPT = 100_000
 class Replica:
     """One inference server. `load` is this gateway's own count of what is on its way to it and in it."""
 
-    def __init__(self, settings: ReplicaSettings, pool: PoolSettings, everything: Settings) -> None:
+    def __init__(
+        self, settings: ReplicaSettings, pool: PoolSettings, everything: Settings, turned: Callable[[], None]
+    ) -> None:
+        """`turned`: called whenever it may have become usable or ceased to be."""
         self.settings = settings
         self.name = settings.name
         self.url = settings.url
@@ -49,7 +52,8 @@ class Replica:
         self.reason = "not probed yet"
         self.refusals = 0
         """Sendings to which no server listened."""
-        self.draining = False
+        self._draining = False
+        self._turned = turned
         self.facts = Facts()
         self.models: list[dict[str, Any]] | None = None
         self.connections = Connections(settings.url, connect_seconds=everything.timeouts.connect, tls=pool.tls)
@@ -89,8 +93,18 @@ class Replica:
         return self.vitals.serves
 
     @property
+    def draining(self) -> bool:
+        """It gets nothing more; what is in flight ends."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        self._draining = draining
+        self._turned()
+
+    @property
     def usable(self) -> bool:
-        return self.vitals.serves and not self.draining
+        return self.vitals.serves and not self._draining
 
     def probed(self, outcome: Outcome, reason: str) -> bool:
         """Note a probe; True if the state changed."""
@@ -134,6 +148,11 @@ class Replica:
         self.inside -= 1
         self.dropped += not complete
 
+    def chosen(self) -> None:
+        """A request is on its way here."""
+        if self.vitals.chosen():
+            self._turned()
+
     def served(self) -> None:
         """A request was answered here."""
         if self.vitals.served():
@@ -150,6 +169,7 @@ class Replica:
 
     def tell(self) -> None:
         """Wake whoever waits for this replica to change."""
+        self._turned()
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -167,6 +187,10 @@ class Pool:
         self.isolates = settings.isolate_cache != "off"
         """What is in the engine's prefix cache is kept apart by a salt."""
         self._everything = everything
+        self._usable: dict[str, Replica] = {}
+        self._homes: list[str] = []
+        self._outdated = True
+        """A replica turned since these two were looked up."""
         self.replicas: dict[str, Replica] = {}
         for replica in settings.replicas:
             self.add(replica)
@@ -281,14 +305,20 @@ class Pool:
 
         Raises `Busy` where there is none.
         """
-        names = [name for name, replica in self.replicas.items() if not replica.draining]
-        if not names:
+        self._look()
+        if not self._homes:
             raise Busy(f"Every replica of pool {self.name} is drained.", code="no_healthy_replica", retry_after=2)
-        return self.replicas[routing.best(key, names)]
+        return self.replicas[routing.best(key, self._homes)]
+
+    def at_home(self, key: str, usable: Sequence[str]) -> bool:
+        """Whether the first of these, which is the best of all that are usable, is the home of `key`."""
+        self._look()
+        return len(usable) == len(self._homes) or usable[0] == self.home(key).name
 
     def add(self, settings: ReplicaSettings) -> Replica:
         """Take a replica in. It gets requests once it answers its probes; who waits for a home may have another now."""
-        replica = self.replicas[settings.name] = Replica(settings, self.settings, self._everything)
+        replica = Replica(settings, self.settings, self._everything, self._turned)
+        self.replicas[settings.name] = replica
         for each in self.replicas.values():
             each.tell()
         return replica
@@ -307,21 +337,29 @@ class Pool:
         replica.connections.close()
         return replica
 
-    def loads(self, without: Iterable[str] = ()) -> dict[str, int]:
-        """The loads of the usable replicas, but for those in `without`."""
-        return {
-            name: replica.load
-            for name, replica in self.replicas.items()
-            if replica.vitals.serves and not replica.draining and name not in without
-        }
+    def usable(self, without: Collection[str] = ()) -> Mapping[str, Replica]:
+        """The usable replicas, but for those in `without`."""
+        self._look()
+        if not without:
+            return self._usable
+        return {name: replica for name, replica in self._usable.items() if name not in without}
 
-    def choose(self, key: str, loads: Mapping[str, int]) -> Replica:
-        """The one of these replicas that the rule gives for `key`."""
-        return self.replicas[routing.choose(key, loads, self.routing.slack)]
+    def ranked(self, key: str, usable: Mapping[str, Replica]) -> tuple[list[str], dict[str, int] | None]:
+        """The candidates among these replicas, the best first, and the loads of all if the choice depends on them."""
+        if self.stable:
+            return routing.order(key, usable), None
+        loads = {name: replica.load for name, replica in usable.items()}
+        return routing.ranked(key, loads, self.routing.slack), loads
 
-    def ranked(self, key: str, loads: Mapping[str, int]) -> list[str]:
-        """The candidates among these replicas, the best first."""
-        return routing.ranked(key, loads, self.routing.slack)
+    def _turned(self) -> None:
+        self._outdated = True
+
+    def _look(self) -> None:
+        """Look up which replicas are usable and which may be homes. A request must not ask each of hundreds."""
+        if self._outdated:
+            self._usable = {name: replica for name, replica in self.replicas.items() if replica.usable}
+            self._homes = [name for name, replica in self.replicas.items() if not replica.draining]
+            self._outdated = False
 
 
 class Fleet:

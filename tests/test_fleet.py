@@ -11,13 +11,18 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as effort
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gateway.core import routing
 from gateway.core.errors import Busy, CallerFault, Fault, ModelNotFound, NotFound
 from gateway.core.types import Facts
+from gateway.core.vitals import Outcome
 from gateway.fleet import Fleet, Pool, Replica
+from gateway.settings import Replica as ReplicaSettings
 from gateway.settings import Settings
+from gateway.upstream import Blame
 from tests.harness import FakeWorker, Reply, Seen, chat, gateway, pool
 
 CHAT = "/v1/chat/completions"
@@ -228,9 +233,95 @@ def test_the_rule_is_asked_for_the_replicas_that_may_serve(
             without.add(replica.name)
         elif up and not draining:
             loads[replica.name] = load
-    assert made.loads(without) == loads
+    usable = made.usable(without)
+    assert {name: replica.load for name, replica in usable.items()} == loads
     if loads:
-        assert made.choose(key, loads).name == routing.choose(key, loads, float(slack))
+        ranked, told = made.ranked(key, usable)
+        assert ranked == routing.ranked(key, loads, float(slack))
+        assert told == (None if slack == "inf" else loads)
+
+
+class Turns(RuleBasedStateMachine):
+    """Whatever happens to replicas, a request finds those that are usable, and the home of its key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = fleet(
+            pool("policy", *urls(3)), routing={"slack": "inf"}, health={"failures": 1, "successes": 1, "breaks": 1}
+        ).pools["policy"]
+        self.gone: list[Replica] = []
+
+    def _one(self, data: st.DataObject) -> Replica:
+        """One that is there, or that was removed and ends what it has."""
+        return data.draw(st.sampled_from([*self.pool.replicas.values(), *self.gone]))
+
+    @rule(data=st.data(), outcome=st.sampled_from(["ok", "ok", "bad", "refused", "busy"]))
+    def probe(self, data: st.DataObject, outcome: Outcome) -> None:
+        self._one(data).probed(outcome, "")
+
+    @rule(data=st.data(), blame=st.sampled_from(["refused", "broke"]))
+    def fail(self, data: st.DataObject, blame: Blame) -> None:
+        self._one(data).failed(blame, "")
+
+    @rule(data=st.data())
+    def choose(self, data: st.DataObject) -> None:
+        self._one(data).chosen()
+
+    @rule(data=st.data())
+    def serve(self, data: st.DataObject) -> None:
+        self._one(data).served()
+
+    @precondition(lambda self: self.pool.replicas)
+    @rule(data=st.data())
+    def drain(self, data: st.DataObject) -> None:
+        self.pool.drain(data.draw(st.sampled_from(sorted(self.pool.replicas))))
+
+    @rule(data=st.data())
+    def take_back(self, data: st.DataObject) -> None:
+        self._one(data).draining = False
+
+    @precondition(lambda self: len(self.pool.replicas) > 1)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        self.gone.append(self.pool.remove(data.draw(st.sampled_from(sorted(self.pool.replicas)))))
+
+    @precondition(lambda self: len(self.pool.replicas) < 5)
+    @rule(data=st.data())
+    def add(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted({f"policy-{number}" for number in range(6)} - {*self.pool.replicas})))
+        self.pool.add(ReplicaSettings(name=name, url="http://127.0.0.1:1"))
+
+    @invariant()
+    def all_is_found(self) -> None:
+        replicas = self.pool.replicas
+        usable = {name: each for name, each in replicas.items() if each.vitals.serves and not each.draining}
+        assert self.pool.usable() == usable
+        homes = [name for name, each in replicas.items() if not each.draining]
+        if not homes:
+            with pytest.raises(Busy):
+                self.pool.home("key")
+            return
+        assert self.pool.home("key").name == routing.best("key", homes)
+        if usable:
+            ranked, _ = self.pool.ranked("key", self.pool.usable())
+            assert self.pool.at_home("key", ranked) == (ranked[0] == routing.best("key", homes))
+
+
+def test_the_trial_of_an_open_breaker_is_for_one_request() -> None:
+    made = policy(2, health={"breaks": 1})
+    replica = made.replicas["policy-0"]
+    replica.failed("broke", "it said nothing")
+    assert [*made.usable()] == ["policy-1"]
+    replica.probed("ok", "")
+    assert [*made.usable()] == ["policy-0", "policy-1"]
+    replica.chosen()
+    assert [*made.usable()] == ["policy-1"]
+    replica.served()
+    assert [*made.usable()] == ["policy-0", "policy-1"]
+
+
+TestTurns = Turns.TestCase
+TestTurns.settings = effort(max_examples=50, stateful_step_count=30)
 
 
 def test_a_home_is_the_best_of_all_that_are_not_drained_up_or_down() -> None:
@@ -240,10 +331,10 @@ def test_a_home_is_the_best_of_all_that_are_not_drained_up_or_down() -> None:
         order: list[Replica] = []
         while len(order) < 4:
             home = made.home(key)
-            assert home is made.choose(key, made.loads())
+            assert home.name == made.ranked(key, made.usable())[0][0]
             home.probed("refused", "no connection")
             assert made.home(key) is home
-            assert home.name not in made.loads()
+            assert home.name not in made.usable()
             order.append(made.drain(home.name))
         assert [each.name for each in order] == sorted(
             made.replicas, key=lambda name: routing.score(key, name), reverse=True
@@ -272,7 +363,7 @@ def choices(names: list[str], load: int) -> list[str]:
     for number, replica in enumerate(made.replicas.values(), 1):
         replica.probed("ok", "")
         replica.load = load * number
-    return [made.choose(f"17:{key}:0", made.loads()).name for key in range(200)]
+    return [made.ranked(f"17:{key}:0", made.usable())[0][0] for key in range(200)]
 
 
 def test_no_load_no_order_and_no_process_changes_a_choice_of_strict() -> None:

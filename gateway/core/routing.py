@@ -8,31 +8,43 @@ were tried.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from functools import lru_cache
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from hashlib import blake2b
+
+from xxhash import xxh64_digest
 
 from gateway.core.seeds import framed
 
-SCORE_BYTES = 8
-"""How much of a digest is a score."""
-
 
 def score(key: str, name: str) -> int:
-    """The first 8 bytes, big-endian, of BLAKE2b-512 of key and name in UTF-8, framed as in `gateway.core.seeds`."""
-    return int.from_bytes(_scores(key, [name])[name][:SCORE_BYTES])
+    """XXH64 of the name in UTF-8, its seed the first 8 bytes, big-endian, of BLAKE2b-512 of the key.
+
+    The key is in UTF-8 too, and framed as in `gateway.core.seeds`.
+    """
+    return int.from_bytes(_scoring(key)(name))
 
 
 def best(key: str, names: Collection[str]) -> str:
     """The name with the highest score; of equal scores the greater name. Raises `ValueError` where there is none."""
     if len(names) == 1:
         return next(iter(names))
-    return max(names, key=_scores(key, names).__getitem__)
+    return max(sorted(names, reverse=True), key=_scoring(key))
+
+
+def order(key: str, names: Iterable[str]) -> list[str]:
+    """The names by their score, the best first: each would be it without those before it."""
+    ordered = sorted(names, reverse=True)  # of equal scores the greater name stays in front
+    if len(ordered) > 1:
+        ordered.sort(key=_scoring(key), reverse=True)
+    return ordered
 
 
 def candidates(loads: Mapping[str, int], slack: float) -> list[str]:
     """The names whose load is at most `slack` above the least."""
-    most = min(loads.values()) + slack
+    if slack == math.inf:
+        return list(loads)
+    most = min(loads.values()) + int(slack)  # a float would be dear to compare
     return [name for name, load in loads.items() if load <= most]
 
 
@@ -42,27 +54,11 @@ def choose(key: str, loads: Mapping[str, int], slack: float) -> str:
 
 
 def ranked(key: str, loads: Mapping[str, int], slack: float) -> list[str]:
-    """All candidates for a key, the one that `choose` gives first: each would be next without those before it."""
-    names = candidates(loads, slack)
-    if len(names) > 1:
-        names.sort(key=_scores(key, names).__getitem__, reverse=True)
-    return names
+    """All candidates for a key, the one that `choose` gives first."""
+    return order(key, candidates(loads, slack))
 
 
-def _scores(key: str, names: Iterable[str]) -> dict[str, bytes]:
-    """What each name ranks by: its score and, should two be equal, the name behind it, whose UTF-8 sorts as it does."""
-    copy = blake2b(framed(key.encode())).copy
-    scores = {}
-    for name in names:
-        encoded, hashed = _encoded(name)
-        whole = copy()
-        whole.update(hashed)
-        scores[name] = whole.digest()[:SCORE_BYTES] + encoded
-    return scores
-
-
-@lru_cache(maxsize=4096)
-def _encoded(name: str) -> tuple[bytes, bytes]:
-    """A name in UTF-8, and as it is hashed."""
-    encoded = name.encode()
-    return encoded, framed(encoded)
+def _scoring(key: str) -> Callable[[str], bytes]:
+    """What gives a name's score for a key, big-endian: such bytes sort as their numbers do."""
+    seed = int.from_bytes(blake2b(framed(key.encode())).digest()[:8])
+    return lambda name: xxh64_digest(name.encode(), seed)

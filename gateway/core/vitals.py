@@ -56,11 +56,13 @@ class Vitals:
         self._judge()
         return self.state
 
-    def chosen(self) -> None:
-        """A request is on its way: the trial of an open breaker is used."""
-        if self.trial:
-            self.trial = False
-            self._judge()
+    def chosen(self) -> bool:
+        """A request is on its way. True if that uses the trial of an open breaker."""
+        if not self.trial:
+            return False
+        self.trial = False
+        self._judge()
+        return True
 
     def served(self) -> bool:
         """A request was answered, whatever the answer blames on its sender. True if that closes the breaker."""

@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Collection
+from itertools import permutations
 from pathlib import Path
 from random import Random
 
@@ -27,6 +28,8 @@ FLEETS = {
     "four": POLICY,
     "seven": [f"10.0.0.{number}" for number in range(7)],
     "ten, long names": [f"{'replica-' * 14}{number}" for number in range(10)],
+    "sixteen URLs": [f"http://10.0.0.{number}:8000" for number in range(16)],
+    "many": [f"policy-{number}" for number in range(256)],
 }
 REQUESTS = {
     "one session": [f"17:3:{index}" for index in range(4000)],
@@ -113,13 +116,19 @@ def test_ties_spread_evenly(fleet: str, requests: str, slack: float) -> None:
 
 
 @pytest.mark.parametrize("requests", REQUESTS)
-@pytest.mark.parametrize("fleet", ["four", "seven", "ten, long names"])
+@pytest.mark.parametrize("fleet", ["four", "seven", "ten, long names", "sixteen URLs"])
 def test_the_keys_of_dead_replicas_spread_evenly_over_the_rest(fleet: str, requests: str) -> None:
     present = FLEETS[fleet]
     for dead in (present[:1], present[-1:], present[1:3]):
         rest = [name for name in present if name not in dead]
         lost = [key for key in REQUESTS[requests] if best(key, present) in dead]
         assert surprise(Counter(best(key, rest) for key in lost), rest) < 4
+
+
+@pytest.mark.parametrize("present", [POLICY, FLEETS["sixteen URLs"][:4]])
+def test_every_order_is_as_likely_as_any_other(present: list[str]) -> None:
+    counts = Counter(" ".join(ranked(key, dict.fromkeys(present, 0), 0)) for key in REQUESTS["one session"])
+    assert surprise(counts, [" ".join(names) for names in permutations(present)]) < 4
 
 
 def test_a_burst_fills_replicas_evenly_at_slack_zero() -> None:
@@ -140,7 +149,7 @@ def test_neighbouring_keys_are_not_sent_in_turn() -> None:
 @given(st.permutations(POLICY))
 def test_equal_scores_fall_back_to_the_name(order: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing, "SCORE_BYTES", 0)
+        patch.setattr(routing, "xxh64_digest", lambda name, seed: bytes(8))
         assert best("key", order) == "policy-3"
         assert ranked("key", dict.fromkeys(order, 0), 0) == sorted(POLICY, reverse=True)
 

@@ -121,14 +121,14 @@ def test_each_passing_probe_allows_one_trial_and_a_success_closes_the_breaker() 
         assert not subject.serves
         subject.probed("ok")
         assert subject.serves
-        subject.chosen()
+        assert subject.chosen()
         assert not subject.serves
         subject.broke()
     subject.probed("ok")
     subject.chosen()
     assert subject.served()
     assert subject.serves
-    subject.chosen()
+    assert not subject.chosen()
     assert subject.serves, "no trial is needed any more"
 
 

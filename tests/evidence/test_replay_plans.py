@@ -82,7 +82,7 @@ class _Forgetful(indexing.Scope):
     [
         (schemes.load("v1"), "seed", _other_seed, {"seed"}),
         (ids, "request_id", lambda identity, index, ordinal=0: f"{identity}:{index}", {"request id"}),
-        (routing, "_scores", lambda key, names: {name: name.encode() for name in names}, {"replica"}),
+        (routing, "_scoring", lambda key: str.encode, {"replica"}),
         (canonical, "content", lambda document, route: "0" * 32, {"content digest"}),
         (canonical, "raw", lambda route, body: bytes(16), {"digest"}),
     ],

@@ -82,7 +82,47 @@ const engineId = (vector) =>
 // The score of a replica for a key: gateway/core/routing.py
 
 const score = ({ key, name }) =>
-  String(hashed("blake2b512", framed(utf8(key), utf8(name))).readBigUInt64BE());
+  String(xxh64(utf8(name), hashed("blake2b512", framed(utf8(key))).readBigUInt64BE()));
+
+// XXH64, as its specification has it (xxHash 0.1.1, "XXH64 Algorithm Description")
+function xxh64(data, seed) {
+  const [p1, p2, p3, p4, p5] = [
+    0x9e3779b185ebca87n,
+    0xc2b2ae3d27d4eb4fn,
+    0x165667b19e3779f9n,
+    0x85ebca77c2b2ae63n,
+    0x27d4eb2f165667c5n,
+  ];
+  const u64 = (x) => BigInt.asUintN(64, x);
+  const rotated = (x, bits) => u64(x << bits) | (x >> (64n - bits));
+  const round = (lane, value) => u64(rotated(u64(lane + value * p2), 31n) * p1);
+  const merged = (sum, lane) => u64((sum ^ round(0n, lane)) * p1 + p4);
+
+  let at = 0;
+  let sum = u64(seed + p5);
+  if (data.length >= 32) {
+    const lanes = [seed + p1 + p2, seed + p2, seed, seed - p1].map(u64);
+    for (; at + 32 <= data.length; at += 32) {
+      for (const i of lanes.keys()) lanes[i] = round(lanes[i], data.readBigUInt64LE(at + 8 * i));
+    }
+    sum = u64([1n, 7n, 12n, 18n].reduce((total, bits, i) => total + rotated(lanes[i], bits), 0n));
+    sum = lanes.reduce(merged, sum);
+  }
+  sum = u64(sum + BigInt(data.length));
+  for (; at + 8 <= data.length; at += 8) {
+    sum = u64(rotated(sum ^ round(0n, data.readBigUInt64LE(at)), 27n) * p1 + p4);
+  }
+  if (at + 4 <= data.length) {
+    sum = u64(rotated(sum ^ u64(BigInt(data.readUInt32LE(at)) * p1), 23n) * p2 + p3);
+    at += 4;
+  }
+  for (; at < data.length; at++) {
+    sum = u64(rotated(sum ^ u64(BigInt(data[at]) * p5), 11n) * p1);
+  }
+  sum = u64((sum ^ (sum >> 33n)) * p2);
+  sum = u64((sum ^ (sum >> 29n)) * p3);
+  return sum ^ (sum >> 32n);
+}
 
 // The canonical form: gateway/core/canonical.py
 
