@@ -52,7 +52,12 @@ class Replica:
         self.draining = False
         self.facts = Facts()
         self.models: list[dict[str, Any]] | None = None
-        self.connections = Connections(settings.url, connect_seconds=everything.timeouts.connect, tls=pool.tls)
+        self.connections = Connections(
+            settings.url,
+            connect_seconds=everything.timeouts.connect,
+            tls=pool.tls,
+            answer_bytes=everything.limits.answer_bytes,
+        )
         self.foreign = False
         """Its own metrics tell of more requests than this gateway sent."""
         self.fingerprint = ""

@@ -335,6 +335,9 @@ class Pool(Section):
 class Limits(Section):
     body_bytes: Count = Field(67108864, description="Longest request body, in bytes.")
     head_bytes: Count = Field(65536, description="Longest request head, in bytes.")
+    answer_bytes: Count = Field(
+        268435456, description="Longest answer of a replica that is no stream, unpacked, in bytes; past it 502."
+    )
     held_bytes: Count = Field(
         1073741824,
         description="Bytes of request bodies that are held at once, of all requests, and as many again of"
