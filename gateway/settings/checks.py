@@ -79,6 +79,9 @@ def _unread(place: str, pool: Pool) -> Iterator[str]:
 
 def doubts(settings: Settings) -> Iterator[str]:
     """Settings that can be used, but not with what their owner may expect."""
+    limits = settings.limits
+    if limits.body_bytes > limits.held_bytes:
+        yield f"limits.body_bytes: {limits.body_bytes} is never taken, since limits.held_bytes is {limits.held_bytes}"
     if settings.profile == "off":
         return
     if settings.scheme == "offset":

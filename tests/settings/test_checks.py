@@ -106,6 +106,15 @@ def test_a_generate_lane_is_not_warned_of() -> None:
     assert load(pools=pool(lane={"scope": "replica", "limit": 8})).warnings() == []
 
 
+@pytest.mark.parametrize("profile", ["off", "strict"])
+def test_a_body_that_could_never_be_held_is_warned_of(profile: str) -> None:
+    limits = {"body_bytes": 1001, "held_bytes": 1000}
+    assert load(profile=profile, limits=limits).warnings() == [
+        "limits.body_bytes: 1001 is never taken, since limits.held_bytes is 1000"
+    ]
+    assert load(profile=profile, limits=limits | {"held_bytes": 1001}).warnings() == []
+
+
 def test_the_offset_scheme_is_warned_of() -> None:
     (warning,) = load(scheme="offset").warnings()
     assert warning.startswith("scheme: offset gives every prompt the same seeds")
