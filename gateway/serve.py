@@ -85,9 +85,12 @@ def _allow_files() -> float:
 
 
 async def _alone(settings: Settings, load: Callable[[], Settings], resume: bool, new_run: bool) -> None:
+    loop = asyncio.get_running_loop()
+    # A long run's ledger takes long to read: a SIGHUP meanwhile must not end the process, and is heeded after it.
+    loop.add_signal_handler(signal.SIGHUP, lambda: None)
     addresses.check(settings)
     gateway = Gateway(settings, resume=resume, new_run=new_run)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, gateway, load)
+    loop.add_signal_handler(signal.SIGHUP, _reload, gateway, load)
     await serve(gateway, Server(gateway))
 
 
