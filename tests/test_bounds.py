@@ -111,12 +111,10 @@ async def test_an_answer_is_held_up_to_a_bound_and_not_asked_for_again(how: str,
 async def test_a_stream_may_be_longer_than_an_answer_that_is_held() -> None:
     async def script(seen: Seen, reply: Reply) -> None:
         reply.sse()
-        for event in CHAT.events[:1] * 500 + CHAT.events:
-            reply.chunk(event)
-            await reply.writer.drain()
+        reply.chunk(b"".join([*CHAT.events[:1] * 500, *CHAT.events]))  # all in one read, or few
         reply.end()
 
-    async with FakeWorker(script) as worker, gateway(CHAT.pool(worker.url), limits={"answer_bytes": 40_000}) as gate:
+    async with FakeWorker(script) as worker, gateway(CHAT.pool(worker.url), limits={"answer_bytes": 4_000}) as gate:
         answer = await gate.http.post(CHAT.path, json=CHAT.body(stream=True))
         assert len(answer.content) > 80_000
         assert answer.content.endswith(CHAT.events[-1])
