@@ -7,6 +7,7 @@ called in loops.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import sys
@@ -25,14 +26,21 @@ Command = Callable[[argparse.Namespace], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `detgate` with `argv` (default: the process's own) and return its exit status.
 
-    2: the command line or the configuration is wrong; standard error says why, a line a fault. 130: CTRL-C.
+    2: the command line or the configuration is wrong, or there is no room for what was to be written; standard error
+    says why, a line a fault. 130: CTRL-C.
     """
     args = _parsed(sys.argv[1:] if argv is None else argv)
     command: Command = args.command
     from gateway.settings import InvalidSettings
 
+    status = 0
+    if sys.stdout is None:  # it is closed
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
-        return command(args)
+        status = command(args)
+        # Here, and not when Python ends: what cannot be written would be an exit status of its own.
+        sys.stdout.flush()
+        return status
     except InvalidSettings as error:
         for line in error.lines:
             print(f"detgate: {line}", file=sys.stderr)
@@ -41,8 +49,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         # Whoever read our output has read enough, as `head` does. Python would complain once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        _hush()
+        return status
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        _hush()
+        print(f"detgate: cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def _hush() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:
@@ -448,8 +469,8 @@ def _sim_flags(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--role", choices=("generate", "reward"), help="sample, or score")
     engine.add_argument("--model", help="name of its model")
     engine.add_argument("--api-key", help="bearer token that it wants")
-    engine.add_argument("--max-num-seqs", type=int, help="requests in one batch")
-    engine.add_argument("--token-seconds", type=float, help="seconds of one decoding step")
+    engine.add_argument("--max-num-seqs", type=_positive, help="requests in one batch")
+    engine.add_argument("--token-seconds", type=_seconds, help="seconds of one decoding step")
     for flag, text in (
         ("--deterministic", "its deterministic mode"),
         ("--batch-dependent", "answers that change with the rest of the batch"),
@@ -517,6 +538,12 @@ def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise argparse.ArgumentTypeError("a whole number from 1 is needed")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    if re.fullmatch(r"\d*\.?\d+", text) is None:
+        raise argparse.ArgumentTypeError("seconds are needed, as in 0.01")
+    return float(text)
 
 
 def _duration(text: str) -> float:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from gateway.core import ids, isolation, priority
 from gateway.core.digits import natural
 from gateway.core.document import Edit, Set
-from gateway.core.errors import Aborted, Busy, UpstreamFault, UpstreamTimeout
+from gateway.core.errors import Aborted, AnswerTooLarge, Busy, UpstreamFault, UpstreamTimeout
 from gateway.core.fields import lines
 from gateway.core.plan import seed_edits
 from gateway.core.types import Call
@@ -391,6 +391,8 @@ class Dispatcher:
 
     def _go_on(self, job: Job, replica: Replica, error: Broken, broke: int, attempts: int, avoid: set[str]) -> None:
         """Raise if a broken call is not sent again."""
+        if error.too_large:
+            raise AnswerTooLarge(f"Replica {replica.name} did not answer: {error.reason} (limits.answer_bytes).")
         if broke >= 2:
             raise UpstreamFault(
                 "A replica broke while it served this request, and so did the next that was tried, so it is sent no "

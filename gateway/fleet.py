@@ -16,9 +16,9 @@ from gateway.core.vitals import Outcome, State, Vitals
 from gateway.findings import Finding, Told
 from gateway.gates import Gate
 from gateway.lanes import Lanes
+from gateway.settings import InvalidSettings, Settings
 from gateway.settings import Pool as PoolSettings
 from gateway.settings import Replica as ReplicaSettings
-from gateway.settings import Settings
 from gateway.upstream import Blame, Connections
 
 SESSIONS_KEPT = 100_000
@@ -56,7 +56,12 @@ class Replica:
         self._turned = turned
         self.facts = Facts()
         self.models: list[dict[str, Any]] | None = None
-        self.connections = Connections(settings.url, connect_seconds=everything.timeouts.connect, tls=pool.tls)
+        self.connections = Connections(
+            settings.url,
+            connect_seconds=everything.timeouts.connect,
+            tls=pool.tls,
+            answer_bytes=everything.limits.answer_bytes,
+        )
         self.foreign = False
         """Its own metrics tell of more requests than this gateway sent."""
         self.fingerprint = ""
@@ -362,11 +367,18 @@ class Pool:
             self._outdated = False
 
 
+def _made(place: int, pool: PoolSettings, settings: Settings) -> Pool:
+    try:
+        return Pool(pool, settings)
+    except InvalidSettings as error:
+        raise InvalidSettings(line.replace("pools[]", f"pools[{place}]", 1) for line in error.lines) from None
+
+
 class Fleet:
     """All pools."""
 
     def __init__(self, settings: Settings) -> None:
-        self.pools = {pool.name: Pool(pool, settings) for pool in settings.pools}
+        self.pools = {pool.name: _made(place, pool, settings) for place, pool in enumerate(settings.pools)}
         self._found: dict[tuple[str, str | None], tuple[Pool, Handling]] = {}
         """Bounded by the models served: a named pool takes any model, so what is found there is not kept."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import resource
 import signal
 import socket
@@ -47,7 +48,7 @@ def run(settings: Settings, load: Callable[[], Settings], *, resume: bool = Fals
     configure(settings.log)
     for line in settings.warnings():
         log.warning(line)
-    _run(_alone(settings, load, resume, new_run))
+    _run(settings, _alone(settings, load, resume, new_run))
 
 
 def work(line: socket.socket, sockets: Sequence[socket.socket]) -> None:
@@ -56,27 +57,40 @@ def work(line: socket.socket, sockets: Sequence[socket.socket]) -> None:
     configure(begin.settings.log)
     structlog.contextvars.bind_contextvars(worker=begin.number)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    _run(_worker(begin, line, sockets))
+    _run(begin.settings, _worker(begin, line, sockets))
 
 
-def _run(serving: Coroutine[Any, Any, None]) -> None:
-    _allow_files()
+def _run(settings: Settings, serving: Coroutine[Any, Any, None]) -> None:
+    files, connections = _allow_files(), settings.limits.connections
+    if files < connections:
+        log.warning(
+            f"limits.connections: {connections} cannot be open at once, since this process may open {files} files"
+            " (ulimit -n); past them clients are cut off, and replicas cannot be reached"
+        )
     loop_factory = uvicorn.Config("", loop="uvloop", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(serving)
 
 
-def _allow_files() -> None:
-    """Take as many open files as the system lets this process have: each request under way needs two."""
+def _allow_files() -> float:
+    """Take as many open files as the system lets this process have: each request under way needs two.
+
+    How many those are; inf: there is no bound.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
 async def _alone(settings: Settings, load: Callable[[], Settings], resume: bool, new_run: bool) -> None:
+    loop = asyncio.get_running_loop()
+    # A long run's ledger takes long to read: a SIGHUP meanwhile must not end the process, and is heeded after it.
+    loop.add_signal_handler(signal.SIGHUP, lambda: None)
     addresses.check(settings)
     gateway = Gateway(settings, resume=resume, new_run=new_run)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, gateway, load)
+    loop.add_signal_handler(signal.SIGHUP, _reload, gateway, load)
     await serve(gateway, Server(gateway))
 
 

@@ -44,6 +44,9 @@ Phase = Literal["connect", "send", "body"]
 Blame = Literal["refused", "broke", "none"]
 """refused: proof that no server listens. broke: it speaks against the replica. none: it says nothing of it."""
 
+ANSWER_BYTES = 268_435_456
+"""Bytes of an answer that are held where nothing else is said."""
+
 OWN_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 """What fails for want of files, memory or ports in this process or on its machine."""
 
@@ -52,15 +55,28 @@ class Broken(Exception):
     """An answer that broke off. `phase` says how far it was: no connection, no head yet, in the body."""
 
     def __init__(
-        self, reason: str, phase: Phase, *, blame: Blame = "broke", stale: bool = False, timeout: bool = False
+        self,
+        reason: str,
+        phase: Phase,
+        *,
+        blame: Blame = "broke",
+        stale: bool = False,
+        timeout: bool = False,
+        too_large: bool = False,
     ) -> None:
         super().__init__(reason)
+        self.too_large = too_large
+        """It was longer than may be held, so asked again it would be as well."""
         self.blame = blame
         self.timeout = timeout
         self.reason = reason
         self.phase = phase
         self.stale = stale
         """The connection had been idle and closed without a byte: the replica most likely never saw the request."""
+
+
+class _TooLarge(Exception):
+    """An answer has more bytes than may be held."""
 
 
 class Late(Exception):
@@ -250,6 +266,8 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._body: list[bytes] = []
         self._inflater: _Inflater | None = None
+        self._room = pool.answer_bytes
+        """Bytes that may still come of an answer that is no stream."""
         self._ended = False
         self._until_close = False
         self._reusable = False
@@ -290,7 +308,11 @@ class Connection(asyncio.Protocol):
             self._break("the replica answered with a protocol switch")
         except httptools.HttpParserError as error:
             if not self._ended:
-                self._break(f"the replica's answer is not valid HTTP: {error.__context__ or error}")
+                if isinstance(error.__context__, _TooLarge):
+                    bound = self.pool.answer_bytes
+                    self._break(f"the replica's answer has more than {bound} bytes", blame="none", too_large=True)
+                else:
+                    self._break(f"the replica's answer is not valid HTTP: {error.__context__ or error}")
                 return
             self._reusable = False
         self._hand_over()
@@ -320,7 +342,7 @@ class Connection(asyncio.Protocol):
         if exchange._waiter is not None and (exchange._sink is None or exchange.complete):
             exchange._wake()
 
-    def _break(self, reason: str, *, stale: bool = False) -> None:
+    def _break(self, reason: str, *, blame: Blame = "broke", stale: bool = False, too_large: bool = False) -> None:
         exchange, self.exchange = self.exchange, None
         if not self.closed:
             self.close()
@@ -328,7 +350,8 @@ class Connection(asyncio.Protocol):
             if self._body:
                 exchange._body(b"".join(self._body))
             exchange._connection = None
-            exchange._fail(Broken(reason, "body" if exchange.status else "send", stale=stale))
+            phase: Phase = "body" if exchange.status else "send"
+            exchange._fail(Broken(reason, phase, blame=blame, stale=stale, too_large=too_large))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
@@ -352,6 +375,7 @@ class Connection(asyncio.Protocol):
         self._headers = []
         self._head_bytes = 0
         self._inflater = None
+        self._room = self.pool.answer_bytes
         self._until_close = self._reusable = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -379,7 +403,16 @@ class Connection(asyncio.Protocol):
         self.exchange.status = status
 
     def on_body(self, data: bytes) -> None:
-        self._body.append(data if self._inflater is None else self._inflater.decompress(data))
+        # A stream is handed over as it comes: only what one read of it unpacks to is held.
+        streams = self.exchange is not None and self.exchange.streams
+        room = ANSWER_BYTES if streams else self._room
+        if self._inflater is not None:
+            data = self._inflater.decompress(data, room)
+        if len(data) > room:
+            raise _TooLarge
+        if not streams:
+            self._room -= len(data)
+        self._body.append(data)
 
     def on_message_complete(self) -> None:
         if self._inflater is not None and not self._inflater.whole:
@@ -418,18 +451,22 @@ class _Inflater:
         """Nothing is missing of what has begun."""
         return self._member.eof or not self._begun
 
-    def decompress(self, data: bytes) -> bytes:
-        """What the next bytes hold. Raises `zlib.error` or `ValueError` for what is not compressed so."""
+    def decompress(self, data: bytes, most: int = ANSWER_BYTES) -> bytes:
+        """What the next bytes hold, or more than `most` bytes of it where it is more.
+
+        Raises `zlib.error` or `ValueError` for what is not compressed so.
+        """
         self._begun = True
         pieces, view, at, window = [], memoryview(data), 0, len(data)
-        while at < len(view):
+        while at < len(view) and most >= 0:
             if self._member.eof:
                 if not self._several:
                     raise ValueError("bytes follow its compressed body")
                 self._member = zlib.decompressobj(zlib.MAX_WBITS | _GZIP_HEADER)
                 window = _WINDOW
             piece = view[at : at + window]
-            pieces.append(self._member.decompress(piece))
+            pieces.append(self._member.decompress(piece, most + 1))
+            most -= len(pieces[-1])
             at += len(piece) - len(self._member.unused_data)
             window *= 2
         return b"".join(pieces)
@@ -462,11 +499,18 @@ class Connections:
     """
 
     def __init__(
-        self, url: str, *, connect_seconds: float = 5.0, idle_seconds: float = 2.0, tls: ReplicaTls = _SYSTEM
+        self,
+        url: str,
+        *,
+        connect_seconds: float = 5.0,
+        idle_seconds: float = 2.0,
+        tls: ReplicaTls = _SYSTEM,
+        answer_bytes: int = ANSWER_BYTES,
     ) -> None:
         self.address = Address.parse(url)
         self.connect_seconds = connect_seconds
         self.idle_seconds = idle_seconds
+        self.answer_bytes = answer_bytes
         self.heard = -math.inf
         """When the replica last sent anything in answer to a request."""
         self._idle: deque[Connection] = deque()

@@ -77,7 +77,7 @@ _SHOWN: tuple[tuple[Any, str], ...] = (
     (float, "number"),
     (bool, "`true`, `false`"),
     (str, "text"),
-    (Path, "folder"),
+    (schema.Folder, "folder"),
 )
 
 _NAMES = {

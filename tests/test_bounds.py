@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 
+import pytest
 from httpx import Response
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.field.routes import CHAT
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
 
 
@@ -70,3 +74,47 @@ async def test_requests_that_are_taken_apart_hold_no_more_together_than_held_byt
         assert (await first).status_code == 200
         again = await ask(gate, "b")
         assert (again.status_code, again.headers["x-detgate-index"]) == (200, "0")
+
+
+@pytest.mark.parametrize("how", ["whole", "chunked", "gzip"])
+@pytest.mark.parametrize(("n", "calls"), [(1, 1), (2, 2)])
+async def test_an_answer_is_held_up_to_a_bound_and_not_asked_for_again(how: str, n: int, calls: int) -> None:
+    body = json.dumps(completion("word " * 20_000)).encode()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        if how == "gzip":
+            packed = gzip.compress(body)
+            reply.head(200, ("content-type", "application/json"), ("content-encoding", "gzip"), length=len(packed))
+            reply.writer.write(packed)
+        elif how == "whole":
+            reply.head(200, ("content-type", "application/json"), length=len(body))
+            reply.writer.write(body)
+        else:
+            reply.head(200, ("content-type", "application/json"))
+            for at in range(0, len(body), 1000):
+                reply.chunk(body[at : at + 1000])
+            reply.end()
+
+    async with FakeWorker(script) as one, FakeWorker(script) as two:
+        pools = pool("policy", one.url, two.url)
+        for bound, status in ((len(body), 200), (len(body) - 1, 502)):
+            async with gateway(pools, limits={"answer_bytes": bound}, health={"breaks": 1}) as gate:
+                before = len(one.seen) + len(two.seen)
+                answer = await gate.http.post("/v1/chat/completions", json=chat(n=n))
+                assert answer.status_code == status, answer.text
+                assert len(one.seen) + len(two.seen) <= before + calls
+                assert all(replica.usable for replica in gate.gateway.fleet.replicas)
+        assert answer.json()["error"]["code"] == "answer_too_large"
+        assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_a_stream_may_be_longer_than_an_answer_that_is_held() -> None:
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        reply.chunk(b"".join([*CHAT.events[:1] * 500, *CHAT.events]))  # all in one read, or few
+        reply.end()
+
+    async with FakeWorker(script) as worker, gateway(CHAT.pool(worker.url), limits={"answer_bytes": 4_000}) as gate:
+        answer = await gate.http.post(CHAT.path, json=CHAT.body(stream=True))
+        assert len(answer.content) > 80_000
+        assert answer.content.endswith(CHAT.events[-1])

@@ -100,3 +100,13 @@ async def test_a_process_takes_as_many_files_as_it_may(tmp_path: Path) -> None:
                 assert resource.prlimit(gate.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_process_that_may_not_open_its_connections_says_so(tmp_path: Path) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with FakeWorker() as worker:
+        for bound, warned in ((hard, 0), (hard + 1, 1)):
+            text = yaml.safe_dump({"pools": [CHAT.pool(worker.url)], "limits": {"connections": bound}})
+            async with serving(tmp_path, text, "--new-run") as gate:
+                said = f"{bound} cannot be open at once, since this process may open {hard} files"
+                assert sum(said in line for line in gate.lines) == warned

@@ -50,6 +50,35 @@ def detgate(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env={**base, **env}, timeout=60, check=False)
 
 
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize(
+    ("redirection", "status"),
+    [("> /dev/full", 2), (">&-", 0), ("| (exec <&-)", 0)],
+)
+def test_what_cannot_be_written_is_no_status_of_another_meaning(
+    config: Path, buffered: bool, redirection: str, status: int
+) -> None:
+    """Where 1 says that two runs differ, or that strict would refuse."""
+    base = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    script = f'set -o pipefail; "$1" -m gateway config --config "$2" {redirection}'
+    told = subprocess.run(
+        ["bash", "-c", script, "bash", sys.executable, str(config)],
+        capture_output=True, text=True, env=base if buffered else {**base, "PYTHONUNBUFFERED": "1"}, timeout=60,
+    )  # fmt: skip
+    assert told.returncode == status
+    said = told.stderr + told.stdout
+    assert said == ("detgate: cannot be written: No space left on device\n" if status else "")
+
+
+@pytest.mark.parametrize(
+    "flags", [("--max-num-seqs", "0"), ("--token-seconds", "-1"), ("--token-seconds", "nan"), ("--port", "99999")]
+)
+def test_an_engine_that_could_answer_nothing_is_not_simulated(flags: tuple[str, str]) -> None:
+    told = detgate("sim", "--engine", "vllm", "--port", "0", *flags)
+    assert told.returncode == 2
+    assert f"argument {flags[0]}: " in told.stderr
+
+
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     assert main(["config", "--json", *argv]) == 0
     value: dict[str, Any] = json.loads(capsys.readouterr().out)

@@ -46,6 +46,7 @@ async def test_those_that_are_told_are_bounded_too(monkeypatch: pytest.MonkeyPat
             assert await second.head() == 503
             assert await third.reader.read() == b""
         await gate.until(lambda: gate.gateway.intake.refused == gate.gateway.intake.connections == 0)
+        assert 'detgate_refusals_total{code="too_many_connections"} 2.0' in (await gate.http.get("/metrics")).text
 
 
 @pytest.mark.parametrize("carrier", ["http1", "asgi"])

@@ -110,3 +110,16 @@ def test_lines_are_json_or_for_people_and_below_the_level_there_are_none(capsys:
     line = capsys.readouterr().err
     assert "for people" in line
     assert not line.startswith("{")
+
+
+@pytest.mark.parametrize("name", ["detgate", "library"])
+def test_what_cannot_be_seen_is_written_out_for_people(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    configure(Log(format="console"))
+    if name == "library":
+        logging.getLogger(name).warning("who \u202e\x9b31m")
+    else:
+        structlog.get_logger(name).warning("who", session="\u202eeve\x9b31m\u2028")
+    line = capsys.readouterr().err
+    assert "\\u202e" in line
+    assert "\\u009b31m" in line
+    assert not {"\u202e", "\x9b", "\u2028"} & set(line)

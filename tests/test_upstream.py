@@ -358,8 +358,8 @@ class _Counted:
     def unused_data(self) -> bytes:
         return self._member.unused_data
 
-    def decompress(self, data: bytes) -> bytes:
-        text = self._member.decompress(data)
+    def decompress(self, data: bytes, most: int) -> bytes:
+        text = self._member.decompress(data, most)
         _Counted.given += len(data)
         _Counted.copied += len(self._member.unused_data)
         return text

@@ -119,6 +119,7 @@ class Carrier(HttpToolsProtocol):
         elif self._seat == "dropped":
             self._deaf = True
             transport.abort()
+            self.plane.refused(intake.no_seat().code)
 
     # --- reading
     def data_received(self, data: bytes) -> None:

@@ -137,6 +137,13 @@ class UpstreamFault(Fault):
     code = "upstream_unavailable"
 
 
+class AnswerTooLarge(UpstreamFault):
+    """An answer that is no stream has more bytes than are held of one."""
+
+    code = "answer_too_large"
+    retry = False
+
+
 class UpstreamTimeout(UpstreamFault):
     status = 504
     code = "upstream_timeout"

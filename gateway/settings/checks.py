@@ -5,7 +5,10 @@ from __future__ import annotations
 import ipaddress
 import math
 from collections.abc import Iterator
+from hashlib import sha256
 from typing import TYPE_CHECKING
+
+from pydantic import SecretStr
 
 from gateway import engines
 from gateway.settings.schema import Lane, Pool, Routing, hashed
@@ -79,6 +82,12 @@ def _unread(place: str, pool: Pool) -> Iterator[str]:
 
 def doubts(settings: Settings) -> Iterator[str]:
     """Settings that can be used, but not with what their owner may expect."""
+    limits = settings.limits
+    if limits.body_bytes > limits.held_bytes:
+        yield f"limits.body_bytes: {limits.body_bytes} is never taken, since limits.held_bytes is {limits.held_bytes}"
+    auth = settings.auth
+    if auth.admin_key is not None and _digest(auth.admin_key) in map(_digest, auth.api_keys):
+        yield "auth.admin_key: is one of auth.api_keys too, so who may ask may administer"
     if settings.profile == "off":
         return
     if settings.scheme == "offset":
@@ -90,6 +99,12 @@ def doubts(settings: Settings) -> Iterator[str]:
         if settings.profile == "balanced":
             yield from _shared_batch(place, pool, "answers are marked reward-batched")
     yield from _one_server(settings)
+
+
+def _digest(key: SecretStr) -> bytes:
+    text = key.get_secret_value()
+    known = hashed(text)
+    return sha256(text.encode()).digest() if known is None else known.digest
 
 
 def _homeless(place: str, routing: Routing, profile: str) -> Iterator[str]:

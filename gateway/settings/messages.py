@@ -15,7 +15,7 @@ Loc = tuple[int | str, ...]
 
 _SHOWN = ("literal_error", "extra_forbidden")
 _NAMELESS = '""'
-_SECRET = ("api_key", "api_keys", "admin_key", "state")
+_SECRET = ("api_key", "api_keys", "admin_key", "auth", "state")
 
 
 class InvalidSettings(ValueError):
@@ -96,7 +96,7 @@ def _said(model: type[BaseModel], fault: ErrorDetails) -> Iterator[str]:
             text = "at least one is needed"
         case "string_too_short":
             text = "must not be empty"
-        case "string_type":
+        case "string_type" | "path_type":
             text = "a text is needed; write it in quotes"
         case "string_pattern_mismatch":
             text = "may hold letters, digits, `.`, `_` and `-`, 128 at most, and begins with a letter or a digit"

@@ -56,7 +56,17 @@ def _written(number: float) -> int | float | str:
 
 
 def _words(value: object) -> object:
-    return re.split(r"[\s,]+", value.strip()) if isinstance(value, str) else value
+    """The words of a text, unless it is a list in JSON that is broken: parts of that would be taken for keys."""
+    if not isinstance(value, str) or re.match(r'\s*\[\s*"', value):
+        return value
+    return re.split(r"[\s,]+", value.strip())
+
+
+def _some_path(value: object) -> object:
+    """Python counts the empty path as the folder that one is in."""
+    if value == "":
+        raise PydanticCustomError("empty", "must not be empty")
+    return value
 
 
 def _secret(value: SecretStr) -> SecretStr:
@@ -129,7 +139,9 @@ def base_url(text: str) -> str:
         raise PydanticCustomError("url", "not a URL, such as http://10.0.0.1:8000") from None
     for holds, message in (
         (parts.scheme not in ("http", "https") or "://" not in text, "needs http:// or https:// in front"),
-        (not parts.hostname or re.search(r"[\s\\]", text), "names no host"),
+        (not parts.hostname, "names no host"),
+        (not re.fullmatch(r"[!-~]+", text) or "\\" in text, "holds a character that no URL has"),
+        (not _resolvable(parts.hostname or ""), "names a host that no name server can know"),
         (bad_port, "has a port that none can listen on"),
         (parts.username is not None, "holds credentials: put them into the pool's api_key"),
         (parts.query or parts.fragment, "has a query or fragment, which no replica's address has"),
@@ -138,6 +150,11 @@ def base_url(text: str) -> str:
             raise PydanticCustomError("url", "{message}", {"message": message})
     path = re.sub(r"/+", "/", parts.path).rstrip("/").removesuffix("/v1").rstrip("/")
     return f"{parts.scheme}://{parts.netloc.lower()}{path}"
+
+
+def _resolvable(host: str) -> bool:
+    """Whether `host` can be asked for at all: a label has 1 to 63 characters."""
+    return ":" in host or all(0 < len(label) < 64 for label in host.removesuffix(".").split("."))
 
 
 def _endpoint(text: str) -> str:
@@ -183,7 +200,8 @@ Slack = Annotated[float, BeforeValidator(_slack), Written]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Key = Annotated[SecretStr, AfterValidator(_secret)]
 Url = Annotated[str, AfterValidator(base_url)]
-File = Annotated[Path, "of one file"]
+Folder = Annotated[Path, BeforeValidator(_some_path)]
+File = Annotated[Path, BeforeValidator(_some_path), "of one file"]
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
 Keys = Annotated[tuple[Annotated[SecretStr, AfterValidator(_opening)], ...], BeforeValidator(_words)]
 AdminKey = Annotated[SecretStr, AfterValidator(_opening), AfterValidator(_nameless)]
@@ -201,7 +219,7 @@ class Section(BaseModel):
 
 
 class Ledger(Section):
-    path: Path = Field(Path("ledger"), description="Folder of the runs; a run's records lie in {path}/{run}/*.jsonl.")
+    path: Folder = Field(Path("ledger"), description="Folder of the runs; a run's records lie in {path}/{run}/*.jsonl.")
     segment_bytes: Count = Field(268_435_456, description="Bytes after which a segment is followed by another.")
     on_error: Literal["fail", "continue"] = Field(
         "continue",
@@ -317,6 +335,9 @@ class Pool(Section):
 class Limits(Section):
     body_bytes: Count = Field(67108864, description="Longest request body, in bytes.")
     head_bytes: Count = Field(65536, description="Longest request head, in bytes.")
+    answer_bytes: Count = Field(
+        268435456, description="Longest answer of a replica that is no stream, unpacked, in bytes; past it 502."
+    )
     held_bytes: Count = Field(
         1073741824,
         description="Bytes of request bodies that are held at once, of all requests, and as many again of"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
@@ -26,7 +27,7 @@ _SERVICE_LINK = re.compile(r"DETGATE_(SERVICE_(HOST|PORT.*)|PORT_\d+_(TCP|UDP).*
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain values: `off` is a word, `010` no octal number, a date a text; a key stands once."""
+    """YAML 1.2's plain values: `off` is a word, `010` no octal number, a date a text; a key, once, too."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -37,7 +38,13 @@ class _Loader(yaml.SafeLoader):
                         problem=f"the key {key.value} stands twice", problem_mark=key.start_mark
                     )
                 seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        made = super().construct_mapping(node, deep)
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:str":
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key.value} is no text", problem_mark=key.start_mark
+                )
+        return made
 
 
 _Loader.yaml_implicit_resolvers = {}
@@ -107,6 +114,10 @@ def from_environment(model: type[BaseSettings], env: Mapping[str, str]) -> Layer
         raise InvalidSettings(
             f"{name}: unknown setting; {nearest(name, (variable((key,)) for key in known))}" for name in strange
         )
+    heads = {name: _head(name) for name in ours if "__" in name.removeprefix(PREFIX)}
+    astray = {name: head for name, head in heads.items() if not _is_section(model, head)}
+    if astray:
+        raise InvalidSettings(f"{name}: {head} is no section; set {variable((head,))}" for name, head in astray.items())
     if not ours:
         return {}
     short = {key: ours[variable((key,))] for key in SHORT if variable((key,)) in ours}
@@ -129,6 +140,11 @@ def origin(env: Mapping[str, str], flags: Mapping[str, Any], loc: Loc) -> str | 
 def _is_setting(name: str, value: str) -> bool:
     linked = _SERVICE_LINK.fullmatch(name) or (name == "DETGATE_PORT" and "://" in value)
     return name.startswith(PREFIX) and not linked
+
+
+def _is_section(model: type[BaseSettings], key: str) -> bool:
+    field = model.model_fields.get(key)
+    return field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 
 
 def _head(name: str) -> str:

@@ -20,6 +20,7 @@ from gateway import __version__, engines
 from gateway.cli import _parser
 from gateway.core import routing
 from gateway.launch import Wish, load
+from gateway.settings import Settings
 from tests import ports
 from tests.deploy import chart, kubernetes
 from tests.deploy.chart import CHART, EXAMPLES, ROOT, SECRETS, Manifest, example, rendered
@@ -293,6 +294,26 @@ async def test_where_clients_show_certificates_the_probes_do_so_too(tmp_path: Pa
             while not await passes("liveness", gate.port):
                 pass
             assert not await passes("readiness", gate.port)
+
+
+@pytest.mark.parametrize("tls", [{}, {"existingSecret": "t", "clientCa": "ca.crt"}])
+def test_clients_that_hold_all_connections_have_no_say_in_whether_a_gateway_with_an_admin_port_lives(
+    tls: dict[str, str],
+) -> None:
+    container = chart.container(chart.gateway(rendered(minimal(adminPort=9000, tls=tls))))
+    asked = {}
+    for probe in ("liveness", "readiness", "startup"):
+        told = container[f"{probe}Probe"]
+        asked[probe] = "admin" if "httpGet" not in told and ":9000/livez" in told["exec"]["command"][-1] else "http"
+        if "httpGet" in told:
+            asked[probe] = told["httpGet"]["port"]
+    assert asked == {"liveness": "admin", "readiness": "http", "startup": "admin"}
+
+
+def test_what_the_gateway_may_hold_of_requests_fits_its_memory() -> None:
+    container = chart.container(chart.gateway(rendered(minimal())))
+    number = container["resources"]["limits"]["memory"].removesuffix("Gi")
+    assert int(number) * 2**30 > 2 * Settings().limits.held_bytes + 2**30
 
 
 def test_administration_is_published_by_a_service_of_its_own() -> None:

@@ -165,7 +165,10 @@ async def test_a_replica_that_wants_a_certificate_is_shown_the_pools() -> None:
         ({"tls": {"cert": str(FIRST / "key.pem")}}, "tls.cert: "),
         ({"tls": shown(FIRST) | {"key": str(SECOND / "key.pem")}}, "KEY_VALUES_MISMATCH"),
         ({"tls": shown(FIRST) | {"client_ca": str(FIRST / "key.pem")}}, "tls.client_ca: "),
-        ({"pools": [pool("p", "https://h", tls={"ca": "/nowhere.pem"})]}, "pools[].tls.ca: /nowhere.pem: No such"),
+        (
+            {"pools": [pool("o", "https://g"), pool("p", "https://h", tls={"ca": "/nowhere.pem"})]},
+            "pools[1].tls.ca: /nowhere.pem: No such",
+        ),
     ],
 )
 def test_files_that_cannot_be_used_end_the_start(given: dict[str, Any], line: str, tmp_path: Path) -> None:

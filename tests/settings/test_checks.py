@@ -1,3 +1,4 @@
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -104,6 +105,24 @@ def test_one_at_a_time_is_not_warned_of(lane: dict[str, Any], profile: str) -> N
 
 def test_a_generate_lane_is_not_warned_of() -> None:
     assert load(pools=pool(lane={"scope": "replica", "limit": 8})).warnings() == []
+
+
+@pytest.mark.parametrize("profile", ["off", "strict"])
+def test_a_body_that_could_never_be_held_is_warned_of(profile: str) -> None:
+    limits = {"body_bytes": 1001, "held_bytes": 1000}
+    assert load(profile=profile, limits=limits).warnings() == [
+        "limits.body_bytes: 1001 is never taken, since limits.held_bytes is 1000"
+    ]
+    assert load(profile=profile, limits=limits | {"held_bytes": 1001}).warnings() == []
+
+
+@pytest.mark.parametrize("key", ["a", f"alice=sha256:{sha256(b'a').hexdigest()}"])
+def test_an_admin_key_that_opens_the_data_plane_too_is_warned_of(key: str) -> None:
+    for admin in ("a", f"sha256:{sha256(b'a').hexdigest()}"):
+        assert load(auth={"api_keys": ["b", key], "admin_key": admin}).warnings() == [
+            "auth.admin_key: is one of auth.api_keys too, so who may ask may administer"
+        ]
+    assert load(auth={"api_keys": ["b", key], "admin_key": "c"}).warnings() == []
 
 
 def test_the_offset_scheme_is_warned_of() -> None:

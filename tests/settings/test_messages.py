@@ -105,3 +105,4 @@ def test_no_secret_is_repeated() -> None:
     )
     assert len(found) == 5
     assert not any("s-" in line or "4" in line for line in found)
+    assert lines(auth="s-5") == ["auth: a mapping of keys to values is needed"]

@@ -59,6 +59,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         "limits": {
             "body_bytes": 67108864,
             "head_bytes": 65536,
+            "answer_bytes": 268435456,
             "held_bytes": 1073741824,
             "connections": 16384,
             "queue": 4096,

@@ -31,6 +31,9 @@ def lines(config: Path | None, env: dict[str, str], flags: dict[str, Any]) -> li
         ("seed: 1\nlog: {}\nseed: 2", "3:1", "the key seed stands twice"),
         ("pools:\n  - name: a\n    name: b", "3:5", "the key name stands twice"),
         ("a: 1\n---\nb: 1", "2:1", "but found another document"),
+        ("seed: 1\n5: x", "2:1", "the key 5 is no text"),
+        ("log:\n  true: x", "2:3", "the key true is no text"),
+        ("log: {<<: {~: x}}", "1:12", "the key ~ is no text"),
     ],
 )
 def test_broken_yaml_is_named_with_line_and_column(config: Path, text: str, place: str, problem: str) -> None:
@@ -139,6 +142,15 @@ def test_an_empty_variable_is_absent_and_null_is_none(config: Path) -> None:
         (
             {"DETGATE_AUTH": '{"admin_key": "secret"'},
             "auth: is no JSON: expecting ',' delimiter, at character 23 (from DETGATE_AUTH)",
+        ),
+        (
+            {"DETGATE_AUTH__API_KEYS": '["secret", "secret'},
+            "auth.api_keys: is no JSON: unterminated string starting at, at character 12 (from DETGATE_AUTH__API_KEYS)",
+        ),
+        ({"DETGATE_SEED__X": "1"}, "DETGATE_SEED__X: seed is no section; set DETGATE_SEED"),
+        (
+            {"DETGATE_POOLS__0__NAME": "a"},
+            "DETGATE_POOLS__0__NAME: pools is no section; set DETGATE_POOLS",
         ),
         (
             {"DETGATE_TIMEOUTS": "5"},

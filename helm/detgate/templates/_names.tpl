@@ -30,6 +30,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{/* Asks a path of the gateway's. The kubelet has no certificate to show, so where one is wanted the container asks itself. */}}
 {{- define "detgate.probe" -}}
 {{- $root := index . 0 }}{{ $path := index . 1 }}
+{{- $apart := and (gt (int $root.Values.adminPort) 0) (eq $path "/livez") }}
 {{- if $root.Values.tls.clientCa }}
 exec:
   command:
@@ -40,9 +41,9 @@ exec:
       tls = ssl.create_default_context()
       tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
       tls.load_cert_chain("/etc/detgate-tls/{{ $root.Values.tls.cert }}", "/etc/detgate-tls/{{ $root.Values.tls.key }}")
-      urllib.request.urlopen("https://127.0.0.1:8000{{ $path }}", timeout=4, context=tls)
+      urllib.request.urlopen("https://127.0.0.1:{{ ternary (int $root.Values.adminPort) 8000 $apart }}{{ $path }}", timeout=4, context=tls)
 {{- else }}
-httpGet: {path: {{ $path }}, port: http{{ if $root.Values.tls.existingSecret }}, scheme: HTTPS{{ end }}}
+httpGet: {path: {{ $path }}, port: {{ ternary "admin" "http" $apart }}{{ if $root.Values.tls.existingSecret }}, scheme: HTTPS{{ end }}}
 {{- end }}
 {{- end }}
 
