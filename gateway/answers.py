@@ -135,6 +135,7 @@ def _counts(asking: Asking) -> bool:
 
 
 def _nothing(sending: Sending, what: str) -> UpstreamFault:
+    sending.exchange.distrust()
     return UpstreamFault(
         f"Replica {sending.replica.name} answered with {what}, which is no answer on this route.", code="no_answer"
     )

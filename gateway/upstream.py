@@ -117,13 +117,14 @@ class Exchange:
     """One request sent and its answer. Ends exactly once: complete, broken or aborted."""
 
     __slots__ = (
-        "_chunks", "_connection", "_error", "_loop", "_parting", "_sink", "_waiter", "begun_at", "complete", "headers",
-        "heard", "paused", "reused", "sent_at", "status", "streams",
+        "_carrier", "_chunks", "_connection", "_error", "_loop", "_parting", "_sink", "_waiter", "begun_at", "complete",
+        "headers", "heard", "paused", "reused", "sent_at", "status", "streams",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, reused: bool) -> None:
         self._loop = connection.loop
         self._connection: Connection | None = connection
+        self._carrier = connection
         self._chunks: list[bytes] = []
         self._sink: Callable[[bytes], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -205,6 +206,13 @@ class Exchange:
         self._parting = connection.part()
         self._connection = connection.exchange = None
         self._fail(Broken(reason, "body" if self.status else "send"))
+
+    def distrust(self) -> None:
+        """What came was no answer: the replica may be out of step, so its connection carries no other request.
+
+        One that has it already is sent anew.
+        """
+        self._carrier.close()
 
     async def left(self) -> None:
         """Wait until the replica has read the end of an exchange that was left, a second at most.

@@ -70,6 +70,8 @@ async def test_what_is_no_answer_uses_no_index(
         again = await gate.http.post(route.path, json=route.body())
         assert again.content == route.answer
         assert again.headers["x-detgate-index"] == answer.headers["x-detgate-index"] == "0"
+        first, second = worker.seen  # a replica that is out of step would answer the one before
+        assert first.connection != second.connection
         await gate.until(lambda: len(closed(gate)) == 2)
         assert closed(gate) == [("failed", False), ("delivered", True)]
 
