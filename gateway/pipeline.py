@@ -17,7 +17,8 @@ from gateway import orders, schemes
 from gateway.answers import Asking, Client, answered, break_stream, relay
 from gateway.bodies import Heard
 from gateway.core import canonical, fields, identity, ids, plan, resume, shapes, traces
-from gateway.core.errors import Busy, Fault
+from gateway.core.document import values
+from gateway.core.errors import Busy, Fault, TooLarge
 from gateway.core.indexing import Ask
 from gateway.core.seen import Observed
 from gateway.core.types import Call, Headers, Request
@@ -44,6 +45,9 @@ from gateway.versions import Versions
 from gateway.work import Asked, Work
 
 log = structlog.get_logger("detgate.request")
+
+_BLANK = b" \t\r\n\xef\xbb\xbf"
+"""What may stand in front of JSON: space, and a byte order mark."""
 
 
 class Pipeline:
@@ -82,6 +86,7 @@ class Pipeline:
         self._versions = Versions(settings, sessions)
         self._off = settings.profile == "off"
         self._bodies = settings.ledger.body_bytes if settings.ledger.bodies else 0
+        self._most_values = settings.limits.body_values
         self._scheme = schemes.load(settings.scheme)
         self._strict = settings.profile == "strict"
 
@@ -109,6 +114,7 @@ class Pipeline:
             work.api = API_OF.get(location.route, "openai")
             if self.draining:
                 raise Busy("The gateway is shutting down. Ask another, or ask again later.", code="shutting_down")
+            self._check_values(request.body)
             if self._sessions.shared:
                 await self._prepare(request, location)
             names, session = self._identify(work, request, location)
@@ -146,6 +152,15 @@ class Pipeline:
                 self.serving -= 1
                 if self.draining and not self.serving:
                     self.drained.set()
+
+    def _check_values(self, body: bytes) -> None:
+        """Raise `TooLarge` for a body that would take seconds to read, in which nobody else would be served."""
+        if len(body) > 8 * self._most_values and body.lstrip(_BLANK)[:1] == b"{" and values(body) > self._most_values:
+            raise TooLarge(
+                f"The body holds more than {self._most_values} strings, lists and objects. "
+                "Ask for less at once, or raise limits.body_values.",
+                code="too_many_values",
+            )
 
     # --- identify: the names that the request gives, and the session, if it was created.
     def _identify(

@@ -10,7 +10,7 @@ import pytest
 from httpx import Response
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.field.routes import CHAT
+from tests.field.routes import CHAT, CLASSIFY, MESSAGES, Route, assert_shape, over
 from tests.harness import FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
 
 
@@ -118,3 +118,41 @@ async def test_a_stream_may_be_longer_than_an_answer_that_is_held() -> None:
         answer = await gate.http.post(CHAT.path, json=CHAT.body(stream=True))
         assert len(answer.content) > 80_000
         assert answer.content.endswith(CHAT.events[-1])
+
+
+DENSE = {
+    "members": "{" + ",".join(f'"a{number}":1' for number in range(200)) + "}",
+    "one name": "{" + '"seed":1,' * 300 + '"model":"m"}',
+    "strings": '{"stop":[' + '"",' * 400 + '""]}',
+    "escapes": '{"stop":[' + r'"\\",' * 400 + '""]}',
+    "lists": '{"stop":[' + "[]," * 400 + "[]]}",
+    "objects": ' \n{"stop":[' + "{}," * 400 + "{}]}",
+}
+
+
+@pytest.mark.parametrize("body", DENSE.values(), ids=DENSE.keys())
+@over((CHAT, MESSAGES, CLASSIFY))
+async def test_a_large_body_of_tiny_values_is_refused_before_it_is_read(route: Route, body: str) -> None:
+    limits = {"body_values": 100}
+    async with FakeWorker(route.polite) as worker, gateway(route.pool(worker.url), limits=limits) as gate:
+        answer = await gate.http.post(route.path, content=body)
+        assert answer.status_code == 413
+        assert_shape(route, answer.json(), "too_many_values")
+        assert worker.seen == []
+        sparse = json.dumps(route.body(padding='x [1] {2} "3" ' * 10 + "x" * 2000)).encode()
+        first = await gate.http.post(route.path, content=sparse)
+        assert (first.status_code, first.headers["x-detgate-index"]) == (200, "0")
+        small = await gate.http.post(route.path, json=route.body(padding=[[]] * 300))
+        assert small.status_code == 413
+
+
+async def test_a_plain_proxy_counts_no_values_in_what_is_no_json() -> None:
+    body = b"\x89PNG" + b'"[{' * 1000
+    limits = {"body_values": 100}
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.json(completion())
+
+    async with FakeWorker(script) as worker, gateway(pool("p", worker.url), profile="off", limits=limits) as gate:
+        assert (await gate.http.post("/v1/chat/completions", content=body)).status_code == 200
+        assert worker.seen[0].body == body

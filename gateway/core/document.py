@@ -87,6 +87,12 @@ class _Member(NamedTuple):
     end: int
 
 
+def values(raw: bytes) -> int:
+    """About how many strings, lists and objects JSON holds, without reading it. Those within texts count too."""
+    strings = (raw.count(b'"') - raw.count(b'\\"')) // 2
+    return strings + raw.count(b"[") + raw.count(b"{")
+
+
 class Document:
     """One request body: `raw` as it came, `value` as parsed. Neither may be changed.
 

@@ -334,6 +334,11 @@ class Pool(Section):
 
 class Limits(Section):
     body_bytes: Count = Field(67108864, description="Longest request body, in bytes.")
+    body_values: Count = Field(
+        500_000,
+        description="Strings, lists and objects in a body that has more than 8 bytes for each of so many; past it 413."
+        " They are counted before it is read, so brackets in texts count too.",
+    )
     head_bytes: Count = Field(65536, description="Longest request head, in bytes.")
     answer_bytes: Count = Field(
         268435456, description="Longest answer of a replica that is no stream, unpacked, in bytes; past it 502."

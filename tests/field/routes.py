@@ -126,3 +126,16 @@ EVERY = SAMPLING + SCORING
 def over(routes: Sequence[Route]) -> pytest.MarkDecorator:
     """Run a test once on each of these routes."""
     return pytest.mark.parametrize("route", routes, ids=str)
+
+
+def assert_shape(route: Route, error: Any, kind: str) -> None:
+    """An error in the shape that the route's SDKs read."""
+    if route is MESSAGES:
+        assert error["type"] == "error"
+        error = error["error"]
+        assert set(error) == {"type", "message"}
+    else:
+        error = error["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == kind
+    assert error["message"]

@@ -25,6 +25,7 @@ from tests.field.routes import (
     SGLANG_CHAT,
     TOKENS,
     Route,
+    assert_shape,
     both_carriers,
     over,
 )
@@ -290,19 +291,6 @@ async def test_bytes_behind_an_answer_belong_to_nobody(junk: bytes) -> None:
             answer = await gate.http.post(CHAT.path, json=CHAT.body())
             assert (answer.status_code, answer.content) == (200, CHAT.answer)
         assert len({seen.connection for seen in worker.seen}) == 3
-
-
-def assert_shape(route: Route, error: Any, kind: str) -> None:
-    """An error in the shape that the route's SDKs read."""
-    if route is MESSAGES:
-        assert error["type"] == "error"
-        error = error["error"]
-        assert set(error) == {"type", "message"}
-    else:
-        error = error["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert error["code"] == kind
-    assert error["message"]
 
 
 def chunked(body: bytes) -> Iterator[bytes]:

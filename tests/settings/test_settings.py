@@ -58,6 +58,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         "routing": {"key": "request", "slack": 0, "on_home_down": "next", "retry_sent": True},
         "limits": {
             "body_bytes": 67108864,
+            "body_values": 500000,
             "head_bytes": 65536,
             "answer_bytes": 268435456,
             "held_bytes": 1073741824,
