@@ -17,6 +17,7 @@ from gateway.core.document import Document
 from gateway.core.errors import Fault, UpstreamFault
 from gateway.core.observer import NoAnswer, Observer, check, observe, scored
 from gateway.core.seen import Observed, weights
+from gateway.core.sse import EVENT_LIMIT, Passing
 from gateway.core.types import Api, Call, Handling, Headers
 from gateway.dispatcher import Dispatcher
 from gateway.sending import Job, Sending
@@ -58,6 +59,8 @@ class Answer:
     status: int = 0
     observer: Observer | None = None
     """Watches a stream."""
+    passing: Passing | None = None
+    """Lets a stream through that is not merged."""
     observed: Observed | None = None
     first_byte_at: float = 0.0
     complete_at: float = 0.0
@@ -180,6 +183,7 @@ async def _whole(asking: Asking, sending: Sending) -> None:
 async def _stream(asking: Asking, sending: Sending) -> None:
     exchange, answer, client = sending.exchange, asking.answer, asking.client
     observer = answer.observer = Observer(asking.api, asking.handling.kind, asking.samples)
+    passing = answer.passing = Passing(EVENT_LIMIT)
     held = b""
     client.on_pause, client.on_resume = exchange.pause, exchange.resume
     client.start(exchange.status, asking.head(sending, exchange.headers))
@@ -187,6 +191,7 @@ async def _stream(asking: Asking, sending: Sending) -> None:
     def forward(data: bytes) -> bool:
         nonlocal held
         observer.feed(data)
+        data = passing.feed(data)
         if exchange.complete or observer.done:
             held = data
             return True
@@ -194,7 +199,7 @@ async def _stream(asking: Asking, sending: Sending) -> None:
         return False
 
     def rest(data: bytes) -> bool:
-        client.write(data)
+        client.write(passing.feed(data))
         return False
 
     try:
@@ -216,6 +221,7 @@ async def _stream(asking: Asking, sending: Sending) -> None:
     if not observed.ended and observed.error is None and asking.handling.kind == "sample":
         _break(asking, f"Replica {sending.replica.name} ended the stream before the answer was whole.")
         return
+    client.write(passing.rest)
     client.end()
     await answer.taken(client, exchange.status, unwanted=sending.unwanted)
 
@@ -379,7 +385,8 @@ def break_stream(client: Client, answer: Answer, fault: Fault, api: Api) -> None
     """Tell of a fault in the stream that has begun, in its API's shape, and leave it without a clean end."""
     answer.error = fault.message
     sequence = answer.observer.sequence if answer.observer is not None else 0
-    client.write(b"\n\n" + shapes.stream_error(fault, api, sequence))
+    torn = answer.passing is not None and answer.passing.torn
+    client.write((b"\n\n" if torn else b"") + shapes.stream_error(fault, api, sequence))
     client.break_off()
 
 

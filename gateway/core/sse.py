@@ -60,6 +60,40 @@ class Splitter:
         return events
 
 
+class Passing:
+    """Lets a stream pass event by event, as it is: where it breaks off, it breaks off between two events.
+
+    A client that met half an event could not read what is said of the break after it. Of an event longer than
+    `limit` the pieces pass as they come."""
+
+    __slots__ = ("_limit", "rest", "torn")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.rest = b""
+        """The beginning of an event that has not passed."""
+        self.torn = False
+        """What has passed ends within an event."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What may pass now."""
+        if not self.rest and chunk.endswith(b"\n\n"):
+            self.torn = False
+            return chunk
+        data = self.rest + chunk
+        end = max([found + len(blank) for blank in _ENDS if (found := data.rfind(blank)) >= 0], default=0)
+        if end:
+            self.torn = False
+        if len(data) - end > self._limit:
+            self.torn = True
+            end = len(data)
+        self.rest = data[end:]
+        return data[:end]
+
+
+_ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
+
+
 def _blank(data: bytearray, at: int) -> tuple[int, int] | None:
     """Where the next event ends and the one after it begins."""
     if data.find(b"\r", at) < 0:

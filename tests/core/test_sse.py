@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.core.observer import Observer
 from gateway.core.seen import Observed
-from gateway.core.sse import Splitter, payload
+from gateway.core.sse import Passing, Splitter, payload
 from gateway.core.types import Api
 
 
@@ -113,3 +113,27 @@ def test_events_are_those_of_the_standard_however_lines_end_and_bytes_come(
             observer.feed(b"".join(b"data: %b\n" % line for line in data.split(b"\n")) + b"\n")
         plain.append(observer.result()._replace(samples=()))
     assert seen == [plain] * len(ways)
+
+
+@given(events=st.lists(EVENT, max_size=6), cuts=CUTS, torn=st.integers(0, 200))
+def test_what_passes_is_the_stream_and_ends_with_an_event(events: list[bytes], cuts: list[int], torn: int) -> None:
+    stream = b"".join(events)
+    stream = stream[: max(len(stream) - torn, 0)]
+    passing = Passing(1 << 20)
+    passed = b""
+    for piece in pieces(stream, cuts):
+        passed += passing.feed(piece)
+        assert not passed or re.search(rb"(\r\n|\r|\n)(\r\n|\r|\n)\Z", passed)
+    assert passed + passing.rest == stream
+    if b"\r" not in stream:
+        assert passed == stream[: stream.rfind(b"\n\n") + 2] or b"\n\n" not in stream
+
+
+def test_an_event_too_long_to_be_kept_passes_as_it_comes() -> None:
+    passing = Passing(10)
+    assert (passing.feed(b"data: 1234"), passing.torn) == (b"", False)
+    assert (passing.feed(b"5"), passing.torn) == (b"data: 12345", True)
+    assert (passing.feed(b"6"), passing.torn) == (b"", True)
+    assert (passing.feed(b"7\n\nda"), passing.torn, passing.rest) == (b"67\n\n", False, b"da")
+    assert (passing.feed(b"ta: 123456789"), passing.torn) == (b"data: 123456789", True)
+    assert (passing.feed(b"\n\n"), passing.torn) == (b"\n\n", False)

@@ -57,7 +57,13 @@ def torn(reply: Reply) -> None:
     reply.end()
 
 
-BREAKS = (reset, close, end, done, torn)
+def unended(reply: Reply) -> None:
+    """An event without the blank line that ends it, cut within a character, then a clean end."""
+    reply.chunk(b'data: {"choices": [{"index": 0, "delta": {"content": "\xe5\x8c')
+    reply.end()
+
+
+BREAKS = (reset, close, end, done, torn, unended)
 
 
 def breaking(route: Route, how: Callable[[Reply], None], got: asyncio.Event) -> Script:
@@ -213,33 +219,38 @@ async def ask_responses(client: openai.AsyncOpenAI) -> None:
             raise openai.OpenAIError(event.message)
 
 
+HOW = pytest.mark.parametrize("how", [reset, torn, unended])
+
+
+@HOW
 @pytest.mark.parametrize(
     ("route", "ask"),
     [(CHAT, ask_chat), (COMPLETIONS, ask_completions), (RESPONSES, ask_responses)],
     ids=["chat", "completions", "responses"],
 )
-async def test_the_openai_sdk_is_told_that_a_stream_broke(route: Route, ask: Any) -> None:
+async def test_the_openai_sdk_is_told_that_a_stream_broke(route: Route, ask: Any, how: Callable[[Reply], None]) -> None:
     """The SDK, which takes any clean end for a whole answer, raises the gateway's message (litellm#32159)."""
     got = asyncio.Event()
     got.set()
-    async with FakeWorker(breaking(route, reset, got)) as worker, gateway(route.pool(worker.url)) as gate:
+    async with FakeWorker(breaking(route, how, got)) as worker, gateway(route.pool(worker.url)) as gate:
         http = openai.DefaultAsyncHttpxClient(verify=False)
         async with openai.AsyncOpenAI(base_url=f"{gate.url}/v1", api_key="k", max_retries=0, http_client=http) as sdk:
-            with pytest.raises(openai.OpenAIError, match="generate-0 broke in mid-stream"):
+            with pytest.raises(openai.OpenAIError, match=r"generate-0 (broke in mid-|ended the )stream"):
                 await ask(sdk)
 
 
-async def test_the_anthropic_sdk_is_told_that_a_stream_broke() -> None:
+@HOW
+async def test_the_anthropic_sdk_is_told_that_a_stream_broke(how: Callable[[Reply], None]) -> None:
     """The SDK raises the gateway's message (litellm#32159)."""
     got = asyncio.Event()
     got.set()
-    async with FakeWorker(breaking(MESSAGES, reset, got)) as worker, gateway(MESSAGES.pool(worker.url)) as gate:
+    async with FakeWorker(breaking(MESSAGES, how, got)) as worker, gateway(MESSAGES.pool(worker.url)) as gate:
         http = anthropic.DefaultAsyncHttpxClient(verify=False)
         async with anthropic.AsyncAnthropic(base_url=gate.url, api_key="k", max_retries=0, http_client=http) as sdk:
             stream = await sdk.messages.create(
                 model="tiny-llm", max_tokens=5, messages=[{"role": "user", "content": "hi"}], stream=True
             )
-            with pytest.raises(anthropic.APIStatusError, match="generate-0 broke in mid-stream"):
+            with pytest.raises(anthropic.APIStatusError, match=r"generate-0 (broke in mid-|ended the )stream"):
                 async for _ in stream:
                     pass
 
