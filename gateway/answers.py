@@ -75,6 +75,14 @@ class Answer:
         self.left = not await client.flushed()
         self.delivered = not self.left and answered(status, self.observed, unwanted=unwanted)
 
+    def cut(self, *, unwanted: bool) -> None:
+        """Its client left in the middle of a stream: SDKs do as soon as it tells of an error, which is how it ended."""
+        if self.observer is None or self.observed is not None:
+            return
+        observed = self.observer.result()
+        if not answered(self.status, observed, unwanted=unwanted):
+            self.observed = observed
+
 
 @dataclass(slots=True)
 class Asking:
@@ -218,6 +226,9 @@ async def _stream(asking: Asking, sending: Sending) -> None:
         answer.observed = observer.result()
         _break(asking, f"Replica {sending.replica.name} broke in mid-stream: {error.reason}.")
         return
+    except asyncio.CancelledError:
+        answer.cut(unwanted=sending.unwanted)
+        raise
     if not observed.ended and observed.error is None and asking.handling.kind == "sample":
         _break(asking, f"Replica {sending.replica.name} ended the stream before the answer was whole.")
         return
@@ -231,11 +242,15 @@ async def _merged(dispatcher: Dispatcher, asking: Asking) -> None:
     merger = _Merger(asking, await dispatcher.join(asking.job, asking.calls))
     failed: BaseException | None = None
     try:
-        async with asyncio.TaskGroup() as group:
-            for position, call in enumerate(asking.calls):
-                group.create_task(merger.run(dispatcher, position, call))
-    except* (Fault, Broken, _Refused) as failures:
-        failed = _first(failures)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for position, call in enumerate(asking.calls):
+                    group.create_task(merger.run(dispatcher, position, call))
+        except* (Fault, Broken, _Refused) as failures:
+            failed = _first(failures)
+    except asyncio.CancelledError:
+        asking.answer.cut(unwanted=any(sending.unwanted for sending in merger.sendings))
+        raise
     finally:
         for sending in merger.sendings:
             sending.end()

@@ -27,7 +27,7 @@ from tests.field.routes import (
     both_carriers,
     over,
 )
-from tests.harness import CarrierName, FakeWorker, Gate, Reply, Script, Seen, Wire, gateway
+from tests.harness import CarrierName, FakeWorker, Gate, Reply, Script, Seen, Wire, delta, gateway
 
 
 def reset(reply: Reply) -> None:
@@ -306,6 +306,81 @@ async def test_so_is_one_of_several_samples(carrier: CarrierName) -> None:
         await gate.until(lambda: gate.records()[-1]["event"] == "closed")
         record = gate.records()[-1]
         assert (record["outcome"], record["used"], record["error"]) == ("failed", False, "EngineCore died")
+
+
+TOLD: list[tuple[Route, dict[str, Any]]] = [
+    *((route, {}) for route in (*ERRORS, SGLANG_CHAT, SGLANG_COMPLETIONS, SGLANG_MESSAGES)),
+    *((route, {"n": 2}) for route in (CHAT, SGLANG_CHAT, SGLANG_COMPLETIONS)),
+    (GENERATE, {"sampling_params": {"n": 2, "temperature": 1}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"), TOLD, ids=[f"{route.path}-{'several' if fields else 'one'}" for route, fields in TOLD]
+)
+async def test_a_client_that_leaves_when_it_was_told_of_an_error_has_no_answer(
+    route: Route, fields: dict[str, Any]
+) -> None:
+    """SDKs raise at the event and leave, before or after the engine's `[DONE]`: the same index is given again."""
+    error = ERRORS.get(route, ERRORS[MESSAGES] if route is SGLANG_MESSAGES else OPENAI_ERROR)
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        for event in route.events[:2]:
+            reply.chunk(event)
+        reply.chunk(error.partition(b"\n\n")[0] + b"\n\n")
+        await reply.writer.drain()
+        await reply.gone()
+
+    body = route.body(stream=True, **fields)
+    async with FakeWorker(script) as worker, gateway(route.pool(worker.url)) as gate:
+        for number in range(2):
+            async with Wire(gate.port) as wire:
+                wire.post(f"/sessions/s{route.path}", body)
+                assert await wire.head() == 200
+                assert wire.header("x-detgate-index") == "0"
+                told = b""
+                while b"EngineCore died" not in told:
+                    told += await wire.chunk()
+            await gate.until(lambda number=number: len(ends(gate)) == number + 1)
+        closed = [record for record in gate.records() if record["event"] == "closed"]
+        assert [(each["outcome"], each["used"], each["error"]) for each in closed] == [
+            ("failed", False, "EngineCore died")
+        ] * 2
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+async def test_so_has_one_that_leaves_an_aborted_stream_unless_it_aborted_it_itself(wanted: bool) -> None:
+    asked = asyncio.Event()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        if seen.target == "/abort_request":
+            reply.json({})
+            asked.set()
+            return
+        reply.sse()
+        reply.chunk(SGLANG_CHAT.events[0])
+        if wanted:
+            await asked.wait()
+        reply.chunk(delta("h", "abort"))
+        await reply.writer.drain()
+        await reply.gone()
+
+    async with (
+        FakeWorker(script) as worker,
+        gateway(SGLANG_CHAT.pool(worker.url)) as gate,
+        Wire(gate.port) as wire,
+    ):
+        wire.post(SGLANG_CHAT.path, SGLANG_CHAT.body(stream=True))
+        assert await wire.head() == 200
+        told = await wire.chunk()
+        if wanted:
+            rid = wire.header("x-detgate-request-id")
+            assert (await gate.http.post("/abort_request", json={"rid": rid})).status_code == 200
+        while b"abort" not in told:
+            told += await wire.chunk()
+        wire.leave()
+        await gate.until(lambda: [end[:2] for end in ends(gate)] == [("abandoned" if wanted else "failed", wanted)])
 
 
 def call(index: int, **fields: Any) -> bytes:
