@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import anthropic
@@ -119,6 +120,11 @@ async def test_a_stream_that_breaks_never_ends_cleanly(route: Route, carrier: Ca
         await gate.until(gate.idle)
         closed = [(record["outcome"], record["used"]) for record in gate.records() if record["event"] == "closed"]
         assert closed == [("failed", False)] * len(BREAKS)
+
+
+def has_ended(gate: Gate, count: int) -> bool:
+    """So many requests have ended."""
+    return len(ends(gate)) == count
 
 
 def ends(gate: Gate) -> list[tuple[str, bool, str | None]]:
@@ -308,6 +314,28 @@ async def test_so_is_one_of_several_samples(carrier: CarrierName) -> None:
         assert (record["outcome"], record["used"], record["error"]) == ("failed", False, "EngineCore died")
 
 
+@pytest.mark.parametrize(
+    "body", [b'{"error":{"message":"no such tool"}}', b'data: {"error":{"message":"no such tool"}}\n\n']
+)
+@over((CHAT, COMPLETIONS, MESSAGES, RESPONSES, SGLANG_CHAT))
+async def test_a_refusal_that_is_called_a_stream_is_a_refusal(route: Route, body: bytes) -> None:
+    """Its status is kept and its message is told in the API's shape, of one call and of several."""
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.head(400, ("content-type", "text/event-stream"))
+        for at in range(0, len(body), 8):
+            reply.chunk(body[at : at + 8])
+            await reply.writer.drain()
+        reply.end()
+
+    fields = {"n": 2} if route is SGLANG_CHAT else {}
+    async with FakeWorker(script) as worker, gateway(route.pool(worker.url)) as gate:
+        answer = await gate.http.post(route.path, json=route.body(stream=True, **fields))
+        assert answer.status_code == 400
+        assert "no such tool" in answer.json()["error"]["message"]
+        await gate.until(lambda: ends(gate) == [("delivered", True, None)])
+
+
 TOLD: list[tuple[Route, dict[str, Any]]] = [
     *((route, {}) for route in (*ERRORS, SGLANG_CHAT, SGLANG_COMPLETIONS, SGLANG_MESSAGES)),
     *((route, {"n": 2}) for route in (CHAT, SGLANG_CHAT, SGLANG_COMPLETIONS)),
@@ -342,7 +370,7 @@ async def test_a_client_that_leaves_when_it_was_told_of_an_error_has_no_answer(
                 told = b""
                 while b"EngineCore died" not in told:
                     told += await wire.chunk()
-            await gate.until(lambda number=number: len(ends(gate)) == number + 1)
+            await gate.until(partial(has_ended, gate, number + 1))
         closed = [record for record in gate.records() if record["event"] == "closed"]
         assert [(each["outcome"], each["used"], each["error"]) for each in closed] == [
             ("failed", False, "EngineCore died")
