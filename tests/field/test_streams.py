@@ -336,6 +336,39 @@ async def test_a_refusal_that_is_called_a_stream_is_a_refusal(route: Route, body
         await gate.until(lambda: ends(gate) == [("delivered", True, None)])
 
 
+@both_carriers
+@pytest.mark.parametrize("how", ["leaves", "breaks"])
+@over((CHAT, COMPLETIONS, MESSAGES, RESPONSES, GENERATE, SGLANG_CHAT, SGLANG_MESSAGES))
+async def test_the_last_event_is_the_end(route: Route, how: str, carrier: CarrierName) -> None:
+    """SDKs leave at it, before the engine has ended its body; and that may break off. The answer is whole."""
+    told = asyncio.Event()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        for event in route.events:
+            reply.chunk(event)
+        await reply.writer.drain()
+        if how == "leaves":
+            await reply.gone()
+        else:
+            await told.wait()
+            reply.reset()
+
+    async with FakeWorker(script) as worker, gateway(route.pool(worker.url), carrier=carrier) as gate:
+        created = (await gate.http.post("/sessions", json={"identity": "17:3"})).json()
+        key = {"authorization": f"Bearer {created['api_key']}"}
+        async with Wire(gate.port) as wire:
+            wire.post(route.path, route.body(stream=True), *key.items())
+            assert await wire.head() == 200
+            assert await wire.received(len(b"".join(route.events))) == b"".join(route.events)
+            if how == "breaks":
+                told.set()
+                assert await wire.chunk() == b""
+        await gate.until(lambda: [end[:2] for end in ends(gate)] == [("delivered", True)])
+        ended = (await gate.http.delete("/sessions/17:3", headers=key)).json()
+        assert (ended["state"], ended["why"]) == ("ended", None)
+
+
 TOLD: list[tuple[Route, dict[str, Any]]] = [
     *((route, {}) for route in (*ERRORS, SGLANG_CHAT, SGLANG_COMPLETIONS, SGLANG_MESSAGES)),
     *((route, {"n": 2}) for route in (CHAT, SGLANG_CHAT, SGLANG_COMPLETIONS)),
