@@ -72,8 +72,6 @@ class Answer:
 
     async def taken(self, client: Client, status: int, *, unwanted: bool) -> None:
         """Wait until the client has it whole: then it is delivered, if it is an answer to the request."""
-        if self.delivered:
-            return
         self.left = not await client.flushed()
         self.delivered = not self.left and answered(status, self.observed, unwanted=unwanted)
 
@@ -222,16 +220,16 @@ async def _stream(asking: Asking, sending: Sending) -> None:
         if held:
             client.write(held)
         if not exchange.complete:
-            if observed.ended:  # SDKs leave at the last event, before the engine has ended its body, if it ever does
+            if observed.ended:  # its last event says so: nothing that the client does next may find it under way
                 await answer.taken(client, exchange.status, unwanted=sending.unwanted)
+            if answer.delivered:
+                client.write(passing.rest)
+                client.end()
+                sending.outlive()
+                return
             await sending.pipe(rest)
             sending.end()
     except Broken as error:
-        if answer.observed is not None and answer.observed.ended:
-            client.write(passing.rest)
-            client.end()
-            await answer.taken(client, exchange.status, unwanted=sending.unwanted)
-            return
         answer.observed = observer.result()
         _break(asking, f"Replica {sending.replica.name} broke in mid-stream: {error.reason}.")
         return
