@@ -81,7 +81,8 @@ class Passing:
             self.torn = False
             return chunk
         data = self.rest + chunk
-        end = max([found + len(blank) for blank in _ENDS if (found := data.rfind(blank)) >= 0], default=0)
+        new = max(len(self.rest) - 2, 0)
+        end = max([found + len(blank) for blank in _ENDS if (found := data.rfind(blank, new)) >= 0], default=0)
         if end:
             self.torn = False
         if len(data) - end > self._limit:
