@@ -204,8 +204,8 @@ def _check(value: Any, api: Api, kind: Kind) -> None:
 
 
 def _told(answer: Mapping[str, Any]) -> Iterator[str]:
-    """The members that say something."""
-    return (name for name, value in answer.items() if value is not None)
+    """The members that say something. No choices are nothing: a stream without one has not ended either."""
+    return (name for name, value in answer.items() if value is not None and (name != "choices" or value != []))
 
 
 def _repaired(data: bytes) -> Any:
