@@ -17,6 +17,7 @@ from gateway.core.document import Document
 from gateway.core.errors import Fault, UpstreamFault
 from gateway.core.observer import NoAnswer, Observer, check, observe, scored
 from gateway.core.seen import Observed, weights
+from gateway.core.sse import EVENT_LIMIT, Passing
 from gateway.core.types import Api, Call, Handling, Headers
 from gateway.dispatcher import Dispatcher
 from gateway.sending import Job, Sending
@@ -58,6 +59,8 @@ class Answer:
     status: int = 0
     observer: Observer | None = None
     """Watches a stream."""
+    passing: Passing | None = None
+    """Lets a stream through that is not merged."""
     observed: Observed | None = None
     first_byte_at: float = 0.0
     complete_at: float = 0.0
@@ -71,6 +74,14 @@ class Answer:
         """Wait until the client has it whole: then it is delivered, if it is an answer to the request."""
         self.left = not await client.flushed()
         self.delivered = not self.left and answered(status, self.observed, unwanted=unwanted)
+
+    def cut(self, *, unwanted: bool) -> None:
+        """Its client left in the middle of a stream: SDKs do as soon as it tells of an error, which is how it ended."""
+        if self.observer is None or self.observed is not None:
+            return
+        observed = self.observer.result()
+        if not answered(self.status, observed, unwanted=unwanted):
+            self.observed = observed
 
 
 @dataclass(slots=True)
@@ -181,6 +192,7 @@ async def _whole(asking: Asking, sending: Sending) -> None:
 async def _stream(asking: Asking, sending: Sending) -> None:
     exchange, answer, client = sending.exchange, asking.answer, asking.client
     observer = answer.observer = Observer(asking.api, asking.handling.kind, asking.samples)
+    passing = answer.passing = Passing(EVENT_LIMIT)
     held = b""
     client.on_pause, client.on_resume = exchange.pause, exchange.resume
     client.start(exchange.status, asking.head(sending, exchange.headers))
@@ -188,6 +200,7 @@ async def _stream(asking: Asking, sending: Sending) -> None:
     def forward(data: bytes) -> bool:
         nonlocal held
         observer.feed(data)
+        data = passing.feed(data)
         if exchange.complete or observer.done:
             held = data
             return True
@@ -195,7 +208,7 @@ async def _stream(asking: Asking, sending: Sending) -> None:
         return False
 
     def rest(data: bytes) -> bool:
-        client.write(data)
+        client.write(passing.feed(data))
         return False
 
     try:
@@ -208,15 +221,26 @@ async def _stream(asking: Asking, sending: Sending) -> None:
         if held:
             client.write(held)
         if not exchange.complete:
+            if observed.ended:  # its last event says so: nothing that the client does next may find it under way
+                await answer.taken(client, exchange.status, unwanted=sending.unwanted)
+            if answer.delivered:
+                client.write(passing.rest)
+                client.end()
+                sending.outlive()
+                return
             await sending.pipe(rest)
             sending.end()
     except Broken as error:
         answer.observed = observer.result()
         _break(asking, f"Replica {sending.replica.name} broke in mid-stream: {error.reason}.")
         return
+    except asyncio.CancelledError:
+        answer.cut(unwanted=sending.unwanted)
+        raise
     if not observed.ended and observed.error is None and asking.handling.kind == "sample":
         _break(asking, f"Replica {sending.replica.name} ended the stream before the answer was whole.")
         return
+    client.write(passing.rest)
     client.end()
     await answer.taken(client, exchange.status, unwanted=sending.unwanted)
 
@@ -226,11 +250,15 @@ async def _merged(dispatcher: Dispatcher, asking: Asking) -> None:
     merger = _Merger(asking, await dispatcher.join(asking.job, asking.calls))
     failed: BaseException | None = None
     try:
-        async with asyncio.TaskGroup() as group:
-            for position, call in enumerate(asking.calls):
-                group.create_task(merger.run(dispatcher, position, call))
-    except* (Fault, Broken, _Refused) as failures:
-        failed = _first(failures)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for position, call in enumerate(asking.calls):
+                    group.create_task(merger.run(dispatcher, position, call))
+        except* (Fault, Broken, _Refused) as failures:
+            failed = _first(failures)
+    except asyncio.CancelledError:
+        asking.answer.cut(unwanted=any(sending.unwanted for sending in merger.sendings))
+        raise
     finally:
         for sending in merger.sendings:
             sending.end()
@@ -380,7 +408,8 @@ def break_stream(client: Client, answer: Answer, fault: Fault, api: Api) -> None
     """Tell of a fault in the stream that has begun, in its API's shape, and leave it without a clean end."""
     answer.error = fault.message
     sequence = answer.observer.sequence if answer.observer is not None else 0
-    client.write(b"\n\n" + shapes.stream_error(fault, api, sequence))
+    torn = answer.passing is not None and answer.passing.torn
+    client.write((b"\n\n" if torn else b"") + shapes.stream_error(fault, api, sequence))
     client.break_off()
 
 

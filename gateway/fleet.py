@@ -433,8 +433,8 @@ class Fleet:
                     f"No pool's engine has the route {route}. Ask for another, or add a pool of one that has it.",
                     code="route_not_found",
                 )
-            where = f"Pool {named}" if named is not None else "No pool"
-            raise CallerFault(f"{where} cannot serve {route}: another engine or role is needed.", code="no_pool")
+            who = f"Pool {named} cannot" if named is not None else "No pool can"
+            raise CallerFault(f"{who} serve {route}: another engine or role is needed.", code="no_pool")
         if model is not None and named is None:
             fitting = _serving(fitting, model)
         if len(fitting) > 1:

@@ -245,7 +245,7 @@ def _outcome(work: Work) -> str:
     answer = work.answer
     if answer.delivered:
         return "delivered"
-    if answer.left:
+    if answer.left and (answer.observed is None or answer.observed.error is None):
         return "abandoned"
     if work.fault is not None:
         return "failed" if isinstance(work.fault, UpstreamFault | StoreFault) else "refused"

@@ -6,6 +6,7 @@ gives all of it back exactly once, when the replica's answer has ended or the ca
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -17,6 +18,9 @@ from gateway.lanes import NO_PLACE, Lane
 from gateway.tasks import start
 from gateway.tracing import Trace
 from gateway.upstream import Broken, Exchange
+
+LAST_SECONDS = 1.0
+"""How long a replica that has said all may take to end its body."""
 
 Outcome = Literal["answered", "connect", "broken", "unavailable", "aborted"]
 
@@ -92,10 +96,14 @@ class Home(Protocol):
 class Sending:
     """One attempt of one call, from routing to the upstream's last byte."""
 
-    __slots__ = ("_home", "client_ids", "computes", "engine_id", "job", "lane", "place", "replica", "sent", "unwanted")
+    __slots__ = (
+        "_home", "_outlives", "client_ids", "computes", "engine_id", "job", "lane", "place", "replica", "sent",
+        "unwanted",
+    )  # fmt: skip
 
     def __init__(self, home: Home, job: Job, replica: Replica, engine_id: str, client_ids: Sequence[str]) -> None:
         self._home: Home | None = home
+        self._outlives = False
         self.job = job
         self.client_ids = client_ids
         self.computes = job.handling.computes
@@ -142,11 +150,28 @@ class Sending:
         else:
             self.place.wake()
 
+    def outlive(self) -> None:
+        """Its request is over: hold what it occupies until the replica, which has said all, ends its body too."""
+        start(self._last(), "end of an answer")
+        self._outlives = True
+
+    async def _last(self) -> None:
+        try:
+            async with asyncio.timeout(LAST_SECONDS):
+                await self.pipe(lambda data: False)
+        except (Broken, TimeoutError):
+            pass
+        finally:
+            self._outlives = False
+            self.end()
+
     def end(self) -> None:
         """Give everything back; what is still under way at the replica is aborted. Harmless when repeated.
 
         A place in a lane that keeps requests apart is given back when the engine has left what was there.
         """
+        if self._outlives:
+            return
         home, self._home = self._home, None
         if home is None:
             return

@@ -133,7 +133,7 @@ class Exchange:
         self.status = 0
         self.headers: Headers = []
         self.streams = False
-        """The answer is a stream of server-sent events."""
+        """The answer is a stream of server-sent events, and no refusal, whatever that is called."""
         self.complete = False
         self.reused = reused
         self.sent_at = self.heard = self._loop.time()
@@ -407,7 +407,7 @@ class Connection(asyncio.Protocol):
         if b"content-encoding" in names:
             headers = self._decoding(headers)
         self.exchange.headers = headers
-        self.exchange.streams = fields.is_stream(names.get(b"content-type", b""))
+        self.exchange.streams = status < 400 and fields.is_stream(names.get(b"content-type", b""))
         self.exchange.status = status
 
     def on_body(self, data: bytes) -> None:

@@ -23,7 +23,7 @@ from gateway.fleet import Fleet, Pool, Replica
 from gateway.settings import Replica as ReplicaSettings
 from gateway.settings import Settings
 from gateway.upstream import Blame
-from tests.harness import FakeWorker, Reply, Seen, chat, gateway, pool
+from tests.harness import MODEL, FakeWorker, Reply, Seen, chat, gateway, pool
 
 CHAT = "/v1/chat/completions"
 
@@ -104,6 +104,16 @@ def test_where_no_pool_fits_or_several_do_the_request_is_refused(
     with pytest.raises(kind) as caught:
         mixed.find(route, model, named)
     assert (type(caught.value), caught.value.code, caught.value.param) == (kind, code, param)
+
+
+async def test_a_route_that_no_pool_can_serve_is_said_to_be_one() -> None:
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url)) as gate:
+        answer = await gate.http.post("/score", json={"model": MODEL, "text_1": "a", "text_2": "b"})
+    told = answer.json()["error"]
+    assert (told["code"], told["message"]) == (
+        "no_pool",
+        "No pool can serve /score: another engine or role is needed.",
+    )
 
 
 def test_once_every_pool_has_told_its_models_an_unknown_one_is_not_found(mixed: Fleet) -> None:

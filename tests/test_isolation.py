@@ -78,7 +78,7 @@ async def test_what_is_sent_again_meets_nothing_that_its_first_sending_left() ->
         if len(worker.seen) == 1:
             reply.json({"error": {"message": "busy"}}, 500)
         else:
-            reply.json({"choices": [], "usage": {}})
+            reply.json({"choices": [{"text": "a"}], "usage": {}})
 
     async with FakeWorker(broken_once) as worker, gateway(pool("policy", worker.url, isolate_cache="request")) as gate:
         first = await gate.http.post("/v1/chat/completions", json=chat("a"), headers={"x-session-id": "s"})

@@ -21,7 +21,7 @@ import pytest
 
 from gateway import schemes
 from gateway.session import RECENT
-from tests.harness import MODEL, FakeWorker, Gate, Reply, Seen, chat, completion, gateway, pool
+from tests.harness import DONE, MODEL, FakeWorker, Gate, Reply, Seen, chat, completion, delta, gateway, pool
 from tests.redis_server import RedisServer
 from tests.test_sessions import CHAT, ask, bearer, create, gate_of, left_behind, lines, refused, said
 
@@ -334,6 +334,30 @@ async def test_the_last_request_is_the_one_that_was_asked_last_whatever_ended_la
         assert (await slow).headers["x-detgate-index"] == "0"
         await post(gate, "/rl/set_reward", key, reward=1)
         assert await rewards(gate, "a") == [(0, None, 1), (1, 1, 1)]
+
+
+async def test_what_follows_the_last_event_of_a_stream_at_once_finds_it_answered() -> None:
+    """Engines end their body a moment later; the reward was that of the turn before, and the end missed a turn."""
+    ending = asyncio.Event()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        for event in (delta("h"), delta("", "stop"), DONE):
+            reply.chunk(event)
+        await reply.writer.drain()
+        await ending.wait()
+        reply.end()
+
+    async with FakeWorker(script) as worker, gateway(pool("policy", worker.url)) as gate:
+        key = (await start(gate, "a"))["api_key"]
+        for _ in range(2):
+            answer = await gate.http.post(CHAT, json=chat(stream=True), headers=bearer(key))
+            assert answer.text.endswith(DONE)
+        assert (await post(gate, "/rl/set_reward", key, reward=1)).json()["interaction_count"] == 2
+        assert await rewards(gate, "a") == [(0, None, 1), (1, 1, 1)]
+        assert (await post(gate, "/rl/end_session", key)).json()["interaction_count"] == 2
+        ending.set()
+        await gate.until(lambda: gate.in_flight("policy-0") == 0)
 
 
 async def test_a_reward_that_is_given_again_counts_once_and_sums_are_exact_in_any_order() -> None:

@@ -46,7 +46,7 @@ class Observer(Seen):
         splitter = self._splitter
         # Most chunks are one whole event, and most of those one line.
         end = len(chunk) - 2
-        alone = splitter.empty and end > 6
+        alone = splitter.empty and end > 6 and chunk.find(b"\r") < 0
         if alone and chunk.find(b"\n") == end and chunk[end + 1] == _LINE_END and chunk.startswith(b"data: "):
             if self._patient and end < SMALL and chunk[6] == _BRACE and chunk.find(b'"error"') < 0:
                 self._unread.append(chunk)
@@ -57,7 +57,7 @@ class Observer(Seen):
             self._data(chunk[6:end])
             return
         self._catch_up()
-        if alone and chunk.find(b"\n\n") == end and chunk.find(b"\r") < 0:
+        if alone and chunk.find(b"\n\n") == end:
             self._data(payload(chunk[:end]))
             return
         for event in splitter.feed(chunk):
@@ -204,8 +204,8 @@ def _check(value: Any, api: Api, kind: Kind) -> None:
 
 
 def _told(answer: Mapping[str, Any]) -> Iterator[str]:
-    """The members that say something."""
-    return (name for name, value in answer.items() if value is not None)
+    """The members that say something. No choices are nothing: a stream without one has not ended either."""
+    return (name for name, value in answer.items() if value is not None and (name != "choices" or value != []))
 
 
 def _repaired(data: bytes) -> Any:

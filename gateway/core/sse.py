@@ -1,23 +1,32 @@
-"""Server-sent events: a stream cut into events, and what each carries."""
+"""Server-sent events: a stream cut into events, and what each carries.
+
+A line ends with LF, CRLF or CR, and an event with an empty line, as the standard has it: SDKs read each of them.
+"""
 
 from __future__ import annotations
+
+import re
 
 EVENT_LIMIT = 1 << 20
 """Bytes of one event that are kept until it is whole; of a longer one nothing is read."""
 
+_BLANK = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
+
 
 class Splitter:
-    """Cuts a byte stream into events at blank lines (LF or CRLF), across any chunk borders.
+    """Cuts a byte stream into events at blank lines, across any chunk borders.
 
     Bytes after the last blank line are kept for the next chunk, up to `limit`; an event that grows beyond
     it is passed over and counted in `skipped`."""
 
-    __slots__ = ("_limit", "_partial", "_searched", "empty", "skipped", "skipping")
+    __slots__ = ("_limit", "_partial", "_returned", "_searched", "empty", "skipped", "skipping")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._partial = bytearray()
         self._searched = 0
+        self._returned = False
+        """The last event ended with a CR, to which a LF that comes next belongs."""
         self.skipping = False
         """It is in an event that is passed over."""
         self.empty = True
@@ -26,40 +35,79 @@ class Splitter:
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The events that this chunk completes, without the blank line that ends each."""
+        if self._returned and chunk:
+            chunk = chunk.removeprefix(b"\n")
+            self._returned = False
         partial = self._partial
         partial += chunk
         events = []
         start = 0
-        at = max(self._searched - 3, 0)
+        at = max(self._searched - 2, 0)
         while (found := _blank(partial, at)) is not None:
             stop, at = found
             if not self.skipping:
                 events.append(bytes(partial[start:stop]))
             self.skipping = False
             start = at
+        self._returned = self._returned or (0 < start == len(partial) and partial.endswith(b"\r"))
         del partial[:start]
         if len(partial) > self._limit:
             self.skipped += not self.skipping
             self.skipping = True
             del partial[:-3]
         self._searched = len(partial)
-        self.empty = not partial
+        self.empty = not partial and not self._returned
         return events
+
+
+class Passing:
+    """Lets a stream pass event by event, as it is: where it breaks off, it breaks off between two events.
+
+    A client that met half an event could not read what is said of the break after it. Of an event longer than
+    `limit` the pieces pass as they come."""
+
+    __slots__ = ("_limit", "rest", "torn")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.rest = b""
+        """The beginning of an event that has not passed."""
+        self.torn = False
+        """What has passed ends within an event."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What may pass now."""
+        if not self.rest and chunk.endswith(b"\n\n"):
+            self.torn = False
+            return chunk
+        data = self.rest + chunk
+        new = max(len(self.rest) - 2, 0)
+        end = max([found + len(blank) for blank in _ENDS if (found := data.rfind(blank, new)) >= 0], default=0)
+        if end:
+            self.torn = False
+        if len(data) - end > self._limit:
+            self.torn = True
+            end = len(data)
+        self.rest = data[end:]
+        return data[:end]
+
+
+_ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
 
 
 def _blank(data: bytearray, at: int) -> tuple[int, int] | None:
     """Where the next event ends and the one after it begins."""
-    plain = data.find(b"\n\n", at)
-    carried = data.find(b"\r\n\r\n", at, plain + 3 if plain >= 0 else len(data))
-    if carried >= 0:
-        return carried, carried + 4
-    return (plain, plain + 2) if plain >= 0 else None
+    if data.find(b"\r", at) < 0:
+        plain = data.find(b"\n\n", at)
+        return (plain, plain + 2) if plain >= 0 else None
+    match = _BLANK.search(data, at)
+    return None if match is None else match.span()
 
 
 def payload(event: bytes) -> bytes:
     """The data of an event, its lines joined; empty for comments such as keep-alives."""
     start = event.find(b"\n") + 1 if event.startswith(b"event: ") else 0
-    if event.startswith(b"data: ", start) and event.find(b"\n", start) < 0:
+    if event.startswith(b"data: ", start) and event.find(b"\n", start) < 0 and event.find(b"\r") < 0:
         return event[start + 6 :]
     lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines)

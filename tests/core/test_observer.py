@@ -419,7 +419,9 @@ def test_what_is_an_answer(api: Api, kind: Kind, body: bytes) -> None:
                 observe(other, api, kind)
 
 
-@pytest.mark.parametrize("body", [b"null", b"[]", b"{}", b"7", b'"a"', b'{"status":"ok"}', b'{"choices":null}'])
+@pytest.mark.parametrize(
+    "body", [b"null", b"[]", b"{}", b"7", b'"a"', b'{"status":"ok"}', b'{"choices":null}', b'{"choices":[]}']
+)
 @pytest.mark.parametrize("kind", ["sample", "score"])
 @pytest.mark.parametrize("api", APIS)
 def test_json_that_is_no_answer(api: Api, kind: Kind, body: bytes) -> None:

@@ -31,6 +31,7 @@ NOTHING = [
     (200, b"[]", JSON),
     (200, b"{}", JSON),
     (200, b'{"status":"ok"}', JSON),
+    (200, b'{"choices":[],"usage":{"total_tokens":1}}', JSON),
     (200, b'"busy"', JSON),
     (204, None, JSON),
     (204, None, STREAM),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import anthropic
@@ -27,7 +28,7 @@ from tests.field.routes import (
     both_carriers,
     over,
 )
-from tests.harness import CarrierName, FakeWorker, Gate, Reply, Script, Seen, Wire, gateway
+from tests.harness import CarrierName, FakeWorker, Gate, Reply, Script, Seen, Wire, delta, gateway
 
 
 def reset(reply: Reply) -> None:
@@ -57,7 +58,13 @@ def torn(reply: Reply) -> None:
     reply.end()
 
 
-BREAKS = (reset, close, end, done, torn)
+def unended(reply: Reply) -> None:
+    """An event without the blank line that ends it, cut within a character, then a clean end."""
+    reply.chunk(b'data: {"choices": [{"index": 0, "delta": {"content": "\xe5\x8c')
+    reply.end()
+
+
+BREAKS = (reset, close, end, done, torn, unended)
 
 
 def breaking(route: Route, how: Callable[[Reply], None], got: asyncio.Event) -> Script:
@@ -113,6 +120,11 @@ async def test_a_stream_that_breaks_never_ends_cleanly(route: Route, carrier: Ca
         await gate.until(gate.idle)
         closed = [(record["outcome"], record["used"]) for record in gate.records() if record["event"] == "closed"]
         assert closed == [("failed", False)] * len(BREAKS)
+
+
+def has_ended(gate: Gate, count: int) -> bool:
+    """So many requests have ended."""
+    return len(ends(gate)) == count
 
 
 def ends(gate: Gate) -> list[tuple[str, bool, str | None]]:
@@ -213,33 +225,38 @@ async def ask_responses(client: openai.AsyncOpenAI) -> None:
             raise openai.OpenAIError(event.message)
 
 
+HOW = pytest.mark.parametrize("how", [reset, torn, unended])
+
+
+@HOW
 @pytest.mark.parametrize(
     ("route", "ask"),
     [(CHAT, ask_chat), (COMPLETIONS, ask_completions), (RESPONSES, ask_responses)],
     ids=["chat", "completions", "responses"],
 )
-async def test_the_openai_sdk_is_told_that_a_stream_broke(route: Route, ask: Any) -> None:
+async def test_the_openai_sdk_is_told_that_a_stream_broke(route: Route, ask: Any, how: Callable[[Reply], None]) -> None:
     """The SDK, which takes any clean end for a whole answer, raises the gateway's message (litellm#32159)."""
     got = asyncio.Event()
     got.set()
-    async with FakeWorker(breaking(route, reset, got)) as worker, gateway(route.pool(worker.url)) as gate:
+    async with FakeWorker(breaking(route, how, got)) as worker, gateway(route.pool(worker.url)) as gate:
         http = openai.DefaultAsyncHttpxClient(verify=False)
         async with openai.AsyncOpenAI(base_url=f"{gate.url}/v1", api_key="k", max_retries=0, http_client=http) as sdk:
-            with pytest.raises(openai.OpenAIError, match="generate-0 broke in mid-stream"):
+            with pytest.raises(openai.OpenAIError, match=r"generate-0 (broke in mid-|ended the )stream"):
                 await ask(sdk)
 
 
-async def test_the_anthropic_sdk_is_told_that_a_stream_broke() -> None:
+@HOW
+async def test_the_anthropic_sdk_is_told_that_a_stream_broke(how: Callable[[Reply], None]) -> None:
     """The SDK raises the gateway's message (litellm#32159)."""
     got = asyncio.Event()
     got.set()
-    async with FakeWorker(breaking(MESSAGES, reset, got)) as worker, gateway(MESSAGES.pool(worker.url)) as gate:
+    async with FakeWorker(breaking(MESSAGES, how, got)) as worker, gateway(MESSAGES.pool(worker.url)) as gate:
         http = anthropic.DefaultAsyncHttpxClient(verify=False)
         async with anthropic.AsyncAnthropic(base_url=gate.url, api_key="k", max_retries=0, http_client=http) as sdk:
             stream = await sdk.messages.create(
                 model="tiny-llm", max_tokens=5, messages=[{"role": "user", "content": "hi"}], stream=True
             )
-            with pytest.raises(anthropic.APIStatusError, match="generate-0 broke in mid-stream"):
+            with pytest.raises(anthropic.APIStatusError, match=r"generate-0 (broke in mid-|ended the )stream"):
                 async for _ in stream:
                     pass
 
@@ -295,6 +312,136 @@ async def test_so_is_one_of_several_samples(carrier: CarrierName) -> None:
         await gate.until(lambda: gate.records()[-1]["event"] == "closed")
         record = gate.records()[-1]
         assert (record["outcome"], record["used"], record["error"]) == ("failed", False, "EngineCore died")
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"error":{"message":"no such tool"}}', b'data: {"error":{"message":"no such tool"}}\n\n']
+)
+@over((CHAT, COMPLETIONS, MESSAGES, RESPONSES, SGLANG_CHAT))
+async def test_a_refusal_that_is_called_a_stream_is_a_refusal(route: Route, body: bytes) -> None:
+    """Its status is kept and its message is told in the API's shape, of one call and of several."""
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.head(400, ("content-type", "text/event-stream"))
+        for at in range(0, len(body), 8):
+            reply.chunk(body[at : at + 8])
+            await reply.writer.drain()
+        reply.end()
+
+    fields = {"n": 2} if route is SGLANG_CHAT else {}
+    async with FakeWorker(script) as worker, gateway(route.pool(worker.url)) as gate:
+        answer = await gate.http.post(route.path, json=route.body(stream=True, **fields))
+        assert answer.status_code == 400
+        assert "no such tool" in answer.json()["error"]["message"]
+        await gate.until(lambda: ends(gate) == [("delivered", True, None)])
+
+
+@both_carriers
+@pytest.mark.parametrize("how", ["leaves", "breaks"])
+@over((CHAT, COMPLETIONS, MESSAGES, RESPONSES, GENERATE, SGLANG_CHAT, SGLANG_MESSAGES))
+async def test_the_last_event_is_the_end(route: Route, how: str, carrier: CarrierName) -> None:
+    """SDKs leave at it, before the engine has ended its body; and that may break off. The answer is whole."""
+    told = asyncio.Event()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        for event in route.events:
+            reply.chunk(event)
+        await reply.writer.drain()
+        if how == "leaves":
+            await reply.gone()
+        else:
+            await told.wait()
+            reply.reset()
+
+    async with FakeWorker(script) as worker, gateway(route.pool(worker.url), carrier=carrier) as gate:
+        created = (await gate.http.post("/sessions", json={"identity": "17:3"})).json()
+        key = {"authorization": f"Bearer {created['api_key']}"}
+        async with Wire(gate.port) as wire:
+            wire.post(route.path, route.body(stream=True), *key.items())
+            assert await wire.head() == 200
+            assert await wire.received(len(b"".join(route.events))) == b"".join(route.events)
+            if how == "breaks":
+                told.set()
+                assert await wire.chunk() == b""
+        await gate.until(lambda: [end[:2] for end in ends(gate)] == [("delivered", True)])
+        ended = (await gate.http.delete("/sessions/17:3", headers=key)).json()
+        assert (ended["state"], ended["why"]) == ("ended", None)
+
+
+TOLD: list[tuple[Route, dict[str, Any]]] = [
+    *((route, {}) for route in (*ERRORS, SGLANG_CHAT, SGLANG_COMPLETIONS, SGLANG_MESSAGES)),
+    *((route, {"n": 2}) for route in (CHAT, SGLANG_CHAT, SGLANG_COMPLETIONS)),
+    (GENERATE, {"sampling_params": {"n": 2, "temperature": 1}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"), TOLD, ids=[f"{route.path}-{'several' if fields else 'one'}" for route, fields in TOLD]
+)
+async def test_a_client_that_leaves_when_it_was_told_of_an_error_has_no_answer(
+    route: Route, fields: dict[str, Any]
+) -> None:
+    """SDKs raise at the event and leave, before or after the engine's `[DONE]`: the same index is given again."""
+    error = ERRORS.get(route, ERRORS[MESSAGES] if route is SGLANG_MESSAGES else OPENAI_ERROR)
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        for event in route.events[:2]:
+            reply.chunk(event)
+        reply.chunk(error.partition(b"\n\n")[0] + b"\n\n")
+        await reply.writer.drain()
+        await reply.gone()
+
+    body = route.body(stream=True, **fields)
+    async with FakeWorker(script) as worker, gateway(route.pool(worker.url)) as gate:
+        for number in range(2):
+            async with Wire(gate.port) as wire:
+                wire.post(f"/sessions/s{route.path}", body)
+                assert await wire.head() == 200
+                assert wire.header("x-detgate-index") == "0"
+                told = b""
+                while b"EngineCore died" not in told:
+                    told += await wire.chunk()
+            await gate.until(partial(has_ended, gate, number + 1))
+        closed = [record for record in gate.records() if record["event"] == "closed"]
+        assert [(each["outcome"], each["used"], each["error"]) for each in closed] == [
+            ("failed", False, "EngineCore died")
+        ] * 2
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+async def test_so_has_one_that_leaves_an_aborted_stream_unless_it_aborted_it_itself(wanted: bool) -> None:
+    asked = asyncio.Event()
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        if seen.target == "/abort_request":
+            reply.json({})
+            asked.set()
+            return
+        reply.sse()
+        reply.chunk(SGLANG_CHAT.events[0])
+        if wanted:
+            await asked.wait()
+        reply.chunk(delta("h", "abort"))
+        await reply.writer.drain()
+        await reply.gone()
+
+    async with (
+        FakeWorker(script) as worker,
+        gateway(SGLANG_CHAT.pool(worker.url)) as gate,
+        Wire(gate.port) as wire,
+    ):
+        wire.post(SGLANG_CHAT.path, SGLANG_CHAT.body(stream=True))
+        assert await wire.head() == 200
+        told = await wire.chunk()
+        if wanted:
+            rid = wire.header("x-detgate-request-id")
+            assert (await gate.http.post("/abort_request", json={"rid": rid})).status_code == 200
+        while b"abort" not in told:
+            told += await wire.chunk()
+        wire.leave()
+        await gate.until(lambda: [end[:2] for end in ends(gate)] == [("abandoned" if wanted else "failed", wanted)])
 
 
 def call(index: int, **fields: Any) -> bytes:

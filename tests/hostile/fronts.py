@@ -108,7 +108,7 @@ async def _listens(port: int) -> bool:
 
 async def marked(seen: Seen, reply: Reply) -> None:
     """Answers with the mark of the request."""
-    reply.json({"choices": [], "mark": seen.json["messages"][0]["content"]})
+    reply.json({"choices": [{"text": "a"}], "mark": seen.json["messages"][0]["content"]})
 
 
 async def answered(port: int, sent: bytes) -> bytes:

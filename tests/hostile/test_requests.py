@@ -158,7 +158,7 @@ async def test_answers_come_in_the_order_of_the_requests() -> None:
 
     async def slow(seen: Seen, reply: Reply) -> None:
         await go.wait()
-        reply.json({"choices": []})
+        reply.json({"choices": [{"text": "a"}]})
 
     async with FakeWorker(slow) as worker, gateway(pool("policy", worker.url), limits=LIMITS) as gate:
         asking = asyncio.create_task(
@@ -197,7 +197,7 @@ async def test_leave_to_send_a_body_is_given_when_its_turn_has_come() -> None:
 
     async def slow(seen: Seen, reply: Reply) -> None:
         await go.wait()
-        reply.json({"choices": []})
+        reply.json({"choices": [{"text": "a"}]})
 
     asking = b"Expect: 100-continue\r\n"
     async with FakeWorker(slow) as worker, gateway(pool("policy", worker.url)) as gate, Wire(gate.port) as wire:
