@@ -72,7 +72,7 @@ def _described(body: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}}
 
 
-_START, _EXPORT, _REWARDING = map(_described, (Start, Export, Rewarding))
+_START, _EXPORT, _REWARDING = _described(Start), _described(Export), _described(Rewarding)
 
 POLL = 0.1
 """Seconds after which a session that is waited for is looked at again."""

@@ -22,7 +22,7 @@ SHORT = {
     "\r": "\\r",
     "\f": "\\f",
 }
-FEWER = settings(max_examples=settings.default.max_examples * 2 // 5)
+FEWER = settings(max_examples=settings().max_examples * 2 // 5)
 """For properties of bodies: each takes ten times as long to draw as what others are tried with."""
 
 TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{},:]|[^\s\[\]{},:"]+', re.DOTALL)
