@@ -14,15 +14,25 @@ help: ## what there is
 run: $(VENV)/run.stamp ## the gateway before simulated replicas, on 127.0.0.1:8000
 	@$(BIN)/detgate demo $(ARGS) || [ $$? -eq 130 ]
 
-# Compiled modules are kept, whatever the environment says: each test process would compile them anew.
-test: lint ## linters, types, layers and every test that needs no real engine
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS)
+# Types are checked while the tests run, and told of behind them. Compiled modules are kept, whatever the environment says:
+# each test process would compile them anew.
+test: $(VENV)/dev.stamp ## linters, types, layers and every test that needs no real engine
+	$(LINT)
+	@mkdir -p .cache
+	@echo '$(BIN)/mypy, beside the tests'; $(BIN)/mypy > .cache/mypy.txt 2>&1 & types=$$!; \
+	echo '$(BIN)/python -m pytest $(PYTEST_ARGS)'; \
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS); tests=$$?; \
+	wait $$types; types=$$?; cat .cache/mypy.txt; [ $$tests -eq 0 ] && [ $$types -eq 0 ]
 
 lint: $(VENV)/dev.stamp ## linters, types and layers alone
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(LINT)
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+
+define LINT
+$(BIN)/ruff check .
+$(BIN)/ruff format --check .
+$(BIN)/lint-imports
+endef
 
 docs: $(VENV)/docs.stamp ## the site of the documents in build/site, its links and anchors checked
 	$(BIN)/zensical build --strict --clean

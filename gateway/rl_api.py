@@ -68,6 +68,12 @@ class Export(BaseModel):
     remove_session: bool = Field(True, description="With session_ids: end them.")
 
 
+def _described(body: type[BaseModel]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}}
+
+
+_START, _EXPORT, _REWARDING = _described(Start), _described(Export), _described(Rewarding)
+
 POLL = 0.1
 """Seconds after which a session that is waited for is looked at again."""
 
@@ -83,7 +89,7 @@ def build(settings: Settings, runs: Runs, sessions: Sessions, store: Store) -> A
                 f"{prefix}{base}/rl/start_session",
                 include_in_schema=shown,
                 summary="Begin a session, as AReaL's clients do",
-                openapi_extra=_described(Start),
+                openapi_extra=_START,
             )(routes.start)
             router.post(
                 f"{prefix}{base}/grant_capacity",
@@ -94,14 +100,14 @@ def build(settings: Settings, runs: Runs, sessions: Sessions, store: Store) -> A
                 f"{prefix}{base}/export_trajectories",
                 include_in_schema=shown,
                 summary="What sessions did, with rewards, as AReaL's trainer takes it",
-                openapi_extra=_described(Export),
+                openapi_extra=_EXPORT,
             )(routes.export)
             for session in ("", "/sessions/{session_id}"):
                 router.post(
                     f"{prefix}{session}{base}/rl/set_reward",
                     include_in_schema=shown and not session,
                     summary="Give a request of a session its reward",
-                    openapi_extra=_described(Rewarding),
+                    openapi_extra=_REWARDING,
                 )(routes.reward)
                 router.post(
                     f"{prefix}{session}{base}/rl/end_session",
@@ -109,10 +115,6 @@ def build(settings: Settings, runs: Runs, sessions: Sessions, store: Store) -> A
                     summary="End a session, as AReaL's clients do",
                 )(routes.end)
     return router
-
-
-def _described(body: type[BaseModel]) -> dict[str, Any]:
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}}
 
 
 class _Routes:

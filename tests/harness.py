@@ -165,7 +165,7 @@ async def gateway(
             serving = start(server.listen(), "server")
             await server.listening.wait()
             url = f"http://127.0.0.1:{port}"
-            async with httpx.AsyncClient(base_url=url, timeout=30.0, verify=False) as http:
+            async with httpx.AsyncClient(base_url=url, timeout=30.0, verify=False, trust_env=False) as http:
                 gate = Gate(made, server, url, port, http, made.settings.ledger.path, serving)
                 await gate.until(lambda: all(replica.state != "unknown" for replica in made.fleet.replicas))
                 try:

@@ -19,6 +19,8 @@ from tests.harness import MODEL, FakeWorker, gateway, pool
 from tests.processes import serving
 from tests.terminals import ROOT, Fence, Folder, fences, stands_in
 
+pytestmark = pytest.mark.first
+
 README = ROOT / "README.md"
 
 

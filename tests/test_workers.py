@@ -28,6 +28,8 @@ from tests.harness import MODEL, FakeWorker, Reply, Seen, chat, completion, pool
 from tests.processes import Process, serving
 from tests.redis_server import RedisServer
 
+pytestmark = pytest.mark.first
+
 CHAT = "/v1/chat/completions"
 
 

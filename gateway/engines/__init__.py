@@ -7,6 +7,7 @@ values it must never see, and how it is probed and told to abort. It holds no lo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, Protocol, cast
@@ -79,9 +80,10 @@ class Engine(Protocol):
         """Headers by which this engine takes the id of a request; none where it reads a body field."""
 
 
-def names() -> list[str]:
+@cache
+def names() -> tuple[str, ...]:
     """The engines there are: the files of this folder."""
-    return sorted(module.name for module in iter_modules(__path__))
+    return tuple(sorted(module.name for module in iter_modules(__path__)))
 
 
 def load(name: str) -> Engine:

@@ -5,6 +5,7 @@ A scheme is a pure function with golden vectors in `tests/vectors/schemes/{name}
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Protocol, cast
@@ -21,9 +22,10 @@ class Scheme(Protocol):
         """
 
 
-def names() -> list[str]:
+@cache
+def names() -> tuple[str, ...]:
     """Every scheme there is, sorted."""
-    return sorted(module.name for module in iter_modules(__path__))
+    return tuple(sorted(module.name for module in iter_modules(__path__)))
 
 
 def load(name: str) -> Scheme:

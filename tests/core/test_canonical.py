@@ -15,7 +15,7 @@ from gateway.core import canonical
 from gateway.core.canonical import UNSAMPLED, content, form
 from gateway.core.document import Document
 from tests.core.steps import steps
-from tests.core.texts import Array, Leaf, Node, Object, bodies, numbers, spelled, strings
+from tests.core.texts import FEWER, Array, Leaf, Node, Object, bodies, numbers, spelled, strings
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "content.json"
 ROUTE = "/v1/chat/completions"
@@ -42,6 +42,7 @@ def test_the_golden_vectors_hold() -> None:
 # One form
 
 
+@FEWER
 @given(bodies)
 def test_every_way_gives_one_form(body: Object) -> None:
     text = body.render()
@@ -56,6 +57,7 @@ def test_every_way_gives_one_form(body: Object) -> None:
     assert written == reference
 
 
+@FEWER
 @given(bodies, st.randoms(use_true_random=False))
 def test_neither_order_nor_space_nor_spelling_counts(body: Object, random: Random) -> None:
     assert of(body.render()) == of(_respelled(body, random))
@@ -189,6 +191,7 @@ def test_big_bodies_have_the_same_form_either_way(body: dict[str, Any]) -> None:
 # What counts
 
 
+@FEWER
 @given(bodies, st.data())
 def test_any_value_that_changes_changes_the_digest(body: Object, data: Any) -> None:
     kept = [member for member in body.members if member is body.last(member.name)]

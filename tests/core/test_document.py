@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gateway.core import document as module
 from gateway.core.document import Document, DuplicateField, Edit, Malformed, Remove, Rename, Set
 from tests.core.steps import steps
-from tests.core.texts import NAMES, Leaf, Member, Node, Object, bodies, compact, same, spaces
+from tests.core.texts import FEWER, NAMES, Leaf, Member, Node, Object, bodies, compact, same, spaces
 
 READ = (*NAMES, ("sampling_params", "seed"), ("sampling_params", "n"))
 
@@ -32,6 +32,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 # Reading
 
 
+@FEWER
 @given(bodies, spaces, spaces, st.booleans())
 def test_what_python_reads_is_read(body: Object, before: str, after: str, mark: bool) -> None:
     text = before + body.render() + after
@@ -116,6 +117,7 @@ def test_where_a_value_begins_and_ends(raw: bytes, path: tuple[str, ...], litera
     assert Document(raw).literal(path) == literal
 
 
+@FEWER
 @given(bodies, paths, st.booleans())
 def test_a_literal_is_the_text_of_the_value_that_counts(body: Object, path: tuple[str, ...], scan: bool) -> None:
     document = Document(body.render().encode())
@@ -135,6 +137,7 @@ def _at(body: Object, path: tuple[str, ...]) -> Node | None:
     return node
 
 
+@FEWER
 @given(bodies, paths)
 def test_elements_are_the_texts_of_a_list(body: Object, path: tuple[str, ...]) -> None:
     node = _at(body, path)
@@ -179,6 +182,7 @@ def test_a_name_in_other_places_is_no_duplicate(raw: bytes) -> None:
     Document(raw).check_unique(READ)
 
 
+@FEWER
 @given(bodies)
 def test_duplicates_are_found_however_the_body_is_written(body: Object) -> None:
     doubled = [name for name in NAMES if sum(member.name == name for member in body.members) > 1]
@@ -287,6 +291,7 @@ def test_nothing_is_set_inside_what_is_no_object(value: str) -> None:
         document.edited([Set(("p", "q", "s"), b"1")])
 
 
+@FEWER
 @given(bodies, st.lists(edits, max_size=4), st.booleans())
 def test_edits_change_what_they_name_and_no_other_byte(body: Object, edits: list[Edit], scan: bool) -> None:
     assume(not any(_conflict(a.path, b.path) for i, a in enumerate(edits) for b in edits[:i]))

@@ -13,6 +13,7 @@ from gateway.core.document import Document, Set
 from gateway.core.errors import CallerFault, TooLarge
 from gateway.core.types import Call, Handling
 from gateway.engines import load
+from tests.core.texts import FEWER
 
 VLLM, SGLANG = load("vllm").ROUTES, load("sglang").ROUTES
 SEEDS = range(1000, 10_000)
@@ -332,6 +333,7 @@ JSON = st.recursive(
 )
 
 
+@FEWER
 @given(
     prompts=st.lists(st.text(min_size=1) | st.lists(st.integers(), min_size=1), min_size=2, max_size=4),
     n=st.integers(1, 3),

@@ -32,7 +32,7 @@ def current(schema: dict[str, Any]) -> dict[str, Any]:
     made = Settings.model_json_schema()
     sections = made["$defs"]
     properties = made["properties"]
-    properties["scheme"]["enum"] = schemes.names()
+    properties["scheme"]["enum"] = list(schemes.names())
     sections["Routing"]["properties"]["slack"] = {"anyOf": [{"type": "number", "minimum": 0}, {"enum": ["inf"]}]}
     schema = copy.deepcopy(schema)
     schema["properties"]["settings"] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,12 @@ def test_whatever_is_wrong_with_a_record_it_is_refused_with_its_place_or_read(
     read(odd, whole)
     refused = 0
     lines = [json.dumps(record) for record in records]
+    tried: Counter[tuple[str, str]] = Counter()
     for number, record in enumerate(records):
         for field in record:
+            tried[record["event"], field] += 1
+            if tried[record["event"], field] > 2:
+                continue
             for value in VALUES:
                 broken = {key: each for key, each in record.items() if key != field or value is not ...}
                 if value is not ...:

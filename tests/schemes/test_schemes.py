@@ -28,7 +28,7 @@ def vectors(name: str) -> list[dict[str, Any]]:
 
 
 def test_the_folder_is_the_list() -> None:
-    assert schemes.names() == FILES
+    assert list(schemes.names()) == FILES
     assert {"areal", "offset", "v1"} <= set(FILES)
     assert sorted(path.stem for path in VECTORS.iterdir()) == FILES
 

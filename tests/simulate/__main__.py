@@ -13,9 +13,11 @@ import warnings
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from itertools import chain
 from typing import NamedTuple
 
-from tests.simulate.bugs import BUGS, CAUGHT, planted
+from tests.simulate.bugs import BUGS, CAUGHT, Story, planted
+from tests.simulate.clients import FEW, SIZES
 from tests.simulate.invariants import check
 from tests.simulate.world import World
 
@@ -35,8 +37,11 @@ class Played(NamedTuple):
     """All that happened, if that was asked for."""
 
 
-def play(seed: int, bug: str | None = None, *, traced: bool = False) -> Played:
-    """One seed, in a process of its own: whatever stood still in it when it was over must never go on."""
+def play(seed: int, bug: str | None = None, *, traced: bool = False, small: bool = False) -> Played:
+    """One seed, in a process of its own: whatever stood still in it when it was over must never go on.
+
+    `small`: with a third of the sessions.
+    """
     reads, writes = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads do not matter: nothing of theirs is used
@@ -46,7 +51,7 @@ def play(seed: int, bug: str | None = None, *, traced: bool = False) -> Played:
             os.close(reads)
             gc.disable()
             with os.fdopen(writes, "wb") as answer:
-                answer.write(pickle.dumps(_play(seed, bug, traced)))
+                answer.write(pickle.dumps(_play(seed, bug, traced, small)))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -58,10 +63,10 @@ def play(seed: int, bug: str | None = None, *, traced: bool = False) -> Played:
     return pickle.loads(told) if told else Played(seed, "", ["error: it came to no end"], [])
 
 
-def _play(seed: int, bug: str | None, traced: bool) -> Played:
+def _play(seed: int, bug: str | None, traced: bool, small: bool) -> Played:
     lines: list[str] = []
     with planted(bug) if bug else nullcontext():
-        world = World(seed, trace=lines if traced else None)
+        world = World(seed, sizes=FEW if small else SIZES, trace=lines if traced else None)
         try:
             world.run()
             return Played(seed, world.digest, check(world), lines)
@@ -83,13 +88,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="play this one alone")
     parser.add_argument("--trace", help="write down all that happens in it")
     parser.add_argument("--bug", choices=BUGS, help="with this bug planted")
+    parser.add_argument("--small", action="store_true", help="with a third of the sessions")
     parser.add_argument("--bugs", action="store_true", help="search a seed for each planted bug")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     given = parser.parse_args()
     if given.bugs:
         return _search(given.seeds)
     if given.seed is not None or given.trace:
-        played = play(given.seed or 0, given.bug, traced=bool(given.trace))
+        played = play(given.seed or 0, given.bug, traced=bool(given.trace), small=given.small)
         if given.trace:
             with open(given.trace, "w", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in played.lines)
@@ -118,14 +124,20 @@ def _tell(played: Played, bug: str | None = None) -> bool:
 
 
 def _search(seeds: int) -> int:
-    """For each bug the first seed that finds it, where the code as it is passes. Begins with those that are noted."""
+    """For each bug the first seed that finds it, where the code as it is passes.
+
+    Begins with those that are noted, goes on with a dozen small stories, and then plays whole ones.
+    """
     missed = 0
     for bug in BUGS:
-        tried: Iterable[int] = [*([CAUGHT[bug]] if bug in CAUGHT else []), *range(seeds)]
-        for number, seed in enumerate(tried, 1):
-            found = play(seed, bug).found
-            if found and not play(seed).found:
-                print(f'    "{bug}": {seed},  # after {number}: {found[0][:90]}', flush=True)
+        noted = [CAUGHT[bug]] if bug in CAUGHT else []
+        tried: Iterable[Story] = chain(
+            noted, ((seed, True) for seed in range(12)), ((seed, False) for seed in range(seeds))
+        )
+        for number, (seed, small) in enumerate(tried, 1):
+            found = play(seed, bug, small=small).found
+            if found and not play(seed, small=small).found:
+                print(f'    "{bug}": ({seed}, {small}),  # after {number}: {found[0][:90]}', flush=True)
                 break
         else:
             missed += 1

@@ -33,6 +33,9 @@ SIZES: dict[Kind, tuple[int, int]] = {
 }
 """Sessions of each kind, and requests in each: two hundred."""
 
+FEW: dict[Kind, tuple[int, int]] = {kind: (max(1, sessions // 3), each) for kind, (sessions, each) in SIZES.items()}
+"""A third of the sessions, for what is found in a small story too."""
+
 
 @dataclass(eq=False)
 class Attempt:

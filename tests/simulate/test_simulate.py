@@ -33,4 +33,5 @@ def test_every_planted_bug_has_a_seed() -> None:
 
 @pytest.mark.parametrize("bug", sorted(CAUGHT))
 def test_a_planted_bug_is_found(bug: str) -> None:
-    assert play(CAUGHT[bug], bug).found != []
+    seed, small = CAUGHT[bug]
+    assert play(seed, bug, small=small).found != []

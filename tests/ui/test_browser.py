@@ -12,12 +12,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
+
 from tests.browser import CONTRAST, Tab, browser
 from tests.evidence.ledger import request, write
 from tests.harness import FakeWorker, Gate, Reply, Seen, completion, gateway, pool
 from tests.redis_server import RedisServer
 from tests.test_joint_lanes import gateways
 from tests.ui.test_site import HOSTILE, ask
+
+pytestmark = pytest.mark.first
 
 KEY = "admin key"
 
