@@ -7,12 +7,14 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import orjson
 import structlog
 
+from gateway.core.indexing import MANY, NONE
 from gateway.ledger.shapes import unsound, wrong
 from gateway.shared.part import Deed, Memory, Telling, Terms
 
@@ -85,6 +87,12 @@ class Fate:
         )
 
 
+def wait(session: str, identity: str, raw: bytes, asked: int, repeat: int) -> Deed:
+    """What one has to tell that waited for a rival in vain: what was known of its bytes (`core.indexing.Asked`)."""
+    about = orjson.dumps((session, identity))
+    return (scope_name(session, identity), session_name(session), "", raw, asked, "", "", repeat, 0, "w", about, "")
+
+
 Live = dict[tuple[str, str, int], list[str]]
 """Claims that are live here, by session, identity and index."""
 
@@ -95,21 +103,31 @@ def told(folder: Path, gateway: str, live: Live) -> Telling:
     Raises `Unreadable`.
     """
     fates: dict[tuple[str, str, int], Fate] = {}
+    waits: dict[tuple[str, str, str], tuple[int, int]] = {}
+    """Session, identity and bytes → what was known of these when one of them had waited in vain, the last time."""
     gateways: set[str] = set()
     for owner, record in _records(folder):
         if record["event"] == "gateway":
             if isinstance(record.get("gateway"), str):
                 gateways.add(record["gateway"])
             continue
+        if record["event"] == "waited":
+            what = (record["session"], record["identity"], record["digest"])
+            asked, repeat = waits.get(what, (NONE, 0))
+            # What one that waits was told first may be written down last.
+            asked = asked if asked == MANY or record["asked"] < MANY <= asked else record["asked"]
+            waits[what] = asked, max(repeat, record["repeat"])
+            continue
         place = (record["session"], record["identity"], record["index"])
         fate = fates.get(place) or fates.setdefault(place, Fate(*place))
-        if record["event"] == "opened":
-            whose = record.get("gateway")
-            fate.claimed(
-                record["order"], bytes.fromhex(record["digest"]), record["content"], record["key"], record["repeat"]
-            )
+        if record["event"] in ("opened", "given_back"):
+            whose, repeat = record.get("gateway"), record["repeat"]
+            before = waits.get((record["session"], record["identity"], record["digest"]))
+            fate.many |= before is not None and repeat <= before[1]
+            fate.claimed(record["order"], bytes.fromhex(record["digest"]), record["content"], record["key"], repeat)
             fate.raced |= "racing" in record["flags"]
-            fate.open[whose] = fate.open.get(whose, 0) + 1
+            if record["event"] == "opened":
+                fate.open[whose] = fate.open.get(whose, 0) + 1
             if whose is not None:
                 gateways.add(whose)
         elif record["event"] == "complete":
@@ -131,10 +149,11 @@ def told(folder: Path, gateway: str, live: Live) -> Telling:
         for fate in fates.values()
         if fate.order and (fate.tokens or not any(count and whose in alive for whose, count in fate.open.items()))
     )
-    return Telling(deeds, sorted(gateways - alive - {gateway}))
+    vain = (wait(session, identity, bytes.fromhex(raw), *asked) for (session, identity, raw), asked in waits.items())
+    return Telling(chain(deeds, vain), sorted(gateways - alive - {gateway}))
 
 
-_TOLD = ("gateway", "opened", "complete", "closed", "fenced")
+_TOLD = ("gateway", "opened", "given_back", "waited", "complete", "closed", "fenced")
 
 
 def _records(folder: Path) -> Iterator[tuple[str | None, dict[str, Any]]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from gateway.core.indexing import LATE, MANY, NONE
 from gateway.shared import deeds
 from gateway.shared.part import Memory
 
@@ -103,3 +104,32 @@ def test_who_took_part_is_known_to_who_comes_later_in_the_folder(tmp_path: Path)
     with (tmp_path / "gateways.txt").open("a") as file:
         file.write("torn")
     assert deeds.known(tmp_path) == ["g", "h", "k"]
+
+
+def waited(asked: int, repeat: int = 0) -> dict[str, Any]:
+    return {"event": "waited", "session": "s", "identity": "me", "digest": "ab", "asked": asked, "repeat": repeat}
+
+
+def test_an_index_that_a_request_left_in_the_moment_of_getting_it_is_released(tmp_path: Path) -> None:
+    left = opened("g", 1, repeat=2) | {"event": "given_back", "flags": ["racing"]}
+    written(tmp_path, "1", opened("g", 0), closed(0, used=True), left)
+    telling = deeds.told(tmp_path, "g", {})
+    [_, deed] = telling.deeds
+    assert (deed[4], deed[REPEAT], deed[RACED], deed[STANDS], list(telling.others)) == (1, 2, 1, "r", [])
+
+
+def test_who_came_after_one_that_waited_in_vain_with_its_bytes_is_another_unless_it_is_a_later_retry(
+    tmp_path: Path,
+) -> None:
+    for repeat, how in ((0, "m"), (1, "u")):
+        again = [opened("g", 0, repeat=repeat), closed(0, used=False), opened("g", 0, repeat=2), closed(0, used=True)]
+        written(tmp_path, "1", waited(NONE), *again)
+        [deed, vain] = deeds.told(tmp_path, "g", {}).deeds
+        assert (deed[STANDS], vain[STANDS], vain[4], vain[REPEAT]) == (how, "w", NONE, 0)
+
+
+def test_of_several_vain_waits_the_one_that_knew_of_more_is_told(tmp_path: Path) -> None:
+    for first, last, stands_for in ((MANY, NONE, MANY), (NONE, MANY, MANY), (LATE, LATE, LATE), (NONE, 3, 3)):
+        written(tmp_path, "1", waited(first, 1), waited(last))
+        [vain] = deeds.told(tmp_path, "g", {}).deeds
+        assert (vain[4], vain[REPEAT]) == (stands_for, 1)
