@@ -216,6 +216,8 @@ def _unready(pool: Pool, settings: Settings) -> str | None:
         return f"{pool.name}: {against}"
     if not any(replica.usable for replica in pool.replicas.values()):
         return f"{pool.name}: no replica is up. {pool.why_down()}"
+    if (refused := pool.lanes.why_down) is not None:
+        return f"{pool.name}: the store refuses the keys of its lanes ({refused})"
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -100,6 +100,10 @@ class Store(Protocol):
     @property
     def warnings(self) -> list[str]:
         """What may make it lose something, and be mended by whoever runs it."""
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """What is kept in it and cannot be used now, and of how many runs or pools."""
 
     async def run(self) -> None:
         """Whatever must go on while the process serves."""

@@ -208,6 +208,11 @@ class MemoryStore:
         """It loses nothing."""
         return []
 
+    @property
+    def refused(self) -> dict[str, int]:
+        """It refuses nothing."""
+        return {}
+
     async def run(self) -> None:
         """It does nothing by itself."""
 

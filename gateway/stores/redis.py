@@ -14,7 +14,7 @@ import re
 import secrets
 import socket
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -164,10 +164,15 @@ class RedisStore:
         if self.link.why_down is not None:
             return f"the store {self.link.why_down}"
         part = self._run(run).part
-        if part.connection is not None:
-            return None
-        why_not = part.why_not
-        return why_not.message if why_not is not None else "the store waits for what other gateways know"
+        if part.connection is None:
+            why_not = part.why_not
+            return why_not.message if why_not is not None else "the store waits for what other gateways know"
+        refused = [f"{family.what} ({why})" for family, why in self.link.refused.items() if family.of == run]
+        return f"the store refuses the keys of {' and '.join(refused)}" if refused else None
+
+    @property
+    def refused(self) -> Counter[str]:
+        return Counter(family.what for family in self.link.refused)
 
     @property
     def warnings(self) -> list[str]:
@@ -304,19 +309,27 @@ class SharedRun:
         self._sessions: OrderedDict[str, None] = OrderedDict()
         self._channel = scripts.prefix_of(run) + b"changed"
         store.link.subscribe(self._channel, self._wake)
+        self._families = scripts.families(run, terms.gateway)
+        for family, keys in self._families.items():
+            store.link.need(family, keys, scripts.prefix_of(run) + b"trial")
         self._life = start(self.part.live(), f"run {run}")
 
     async def leave(self) -> None:
         """Take no part any more."""
         await stop(self._life)
-        self._link.unsubscribe(self._channel, self._wake)
+        self._unneeded()
         await self.part.end()
 
     def depart(self) -> None:
         """As `leave`, at once. Nothing of it is in flight."""
         self._life.cancel()
-        self._link.unsubscribe(self._channel, self._wake)
+        self._unneeded()
         self.part.depart()
+
+    def _unneeded(self) -> None:
+        self._link.unsubscribe(self._channel, self._wake)
+        for family in self._families:
+            self._link.need_no_more(family)
 
     @property
     def busy(self) -> bool:
