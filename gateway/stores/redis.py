@@ -74,7 +74,7 @@ class Held:
     lost: bool = False
     """The store does not have it any more, or may not: another may have its index."""
     asked: tuple[int, int] | None = None
-    """What the store said of its bytes, the index and the latest repeat, when it had to wait for a rival."""
+    """What its bytes stood for when it had to wait for a rival, as the store said, and which retry it is."""
 
     @property
     def live(self) -> bool:
@@ -521,7 +521,7 @@ class SharedRun:
         """A claim has a rival, for which it must wait."""
         self._race(held.scope)
         if len(answer) > 2:
-            held.asked = int(answer[2]), int(answer[3])
+            held.asked = int(answer[2]), held.ask.repeat
 
     def _came_late(self, held: Held, asked: asyncio.Future[Any]) -> None:
         """What a claim came to whose asker is gone."""

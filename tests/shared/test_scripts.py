@@ -137,8 +137,7 @@ class Both:
         if isinstance(by_rule, Wait):
             stands = []
             if by_rule.why == "racing" and ask.key is None:
-                asked = self.scopes[step.identity].asked[ask.raw]
-                stands = [asked.index, asked.repeat]
+                stands = [self.scopes[step.identity].asked[ask.raw].index]
             assert answer == [b"wait", by_rule.why.encode(), *stands]
         elif isinstance(by_rule, Conflict):
             assert answer[0] == b"refused"

@@ -1,6 +1,6 @@
 -- Take an index. Gives what came of it first:
 --   away: the gateway must take part anew (take_part.lua)        fenced: the session may have been forgotten in part
---   wait, why; of a rival, without a key, also what the bytes stand for now: index (rule.lua), latest repeat
+--   wait, why; of a rival, without a key, also what the bytes stand for now (rule.lua)
 --   refused, code, index
 --   index, index, reused, raced, rivals, flag, fenced
 local gateway, connection, token, name, session = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
@@ -126,7 +126,7 @@ if not index then
     head.waits = 1
     close()
     if why == 'racing' and asked then
-        return {'wait', why, asked.index, asked.latest}
+        return {'wait', why, asked.index}
     end
     return {'wait', why}
 end

@@ -4,8 +4,8 @@
 --   scope, session, kind, bytes, index, content, key, latest repeat, whether it raced, how it stands, what it is about,
 --   and its live claims by their tokens, each with "o" or "e" before it, parted by commas
 -- Kind is "n" where the client numbered. It stands "u" (used), "r" (released), "m" (used, and of its bytes many asked) or
--- "x" (used, and known to be given twice). "w" is no index, but what bytes stood for, with the latest repeat, when one of
--- them had waited for a rival in vain: -1, -2 and -3 as in rule.lua. Told again it changes nothing. What another has told
+-- "x" (used, and known to be given twice). "w" is no index, but what bytes stood for when one of them, of such a repeat,
+-- had waited for a rival in vain: -1, -2 and -3 as in rule.lua. Told again it changes nothing. What another has told
 -- already stays: used wins.
 -- Of an index that went to another before it was told of nothing is taken in, and its session is fenced from then on: that
 -- is told once, as the ends of the lost are (beat.lua).
@@ -104,7 +104,8 @@ local function tell(at)
     end
     local asked = not named and (read_asked(raw) or {index = index, latest = latest, live = 0})
     if asked and fresh then
-        local waited = asked.index < MANY and latest <= asked.latest
+        -- Another waited with these bytes. One that raced may have waited itself, and that may be what was kept.
+        local waited = asked.index < MANY and (latest < asked.latest or (latest == asked.latest and not race))
         if stands == 'm' or waited or (asked.index ~= index and asked.index >= MANY) then
             own(asked.index, raw)
             own(index, raw)
