@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
@@ -15,7 +16,8 @@ import orjson
 import structlog
 
 from gateway.core.indexing import MANY, NONE
-from gateway.ledger.shapes import unsound, wrong
+from gateway.ledger.about import Broken, about, read
+from gateway.ledger.shapes import Unreadable, unsound, wrong
 from gateway.shared.part import Deed, Memory, Telling, Terms
 
 log = structlog.get_logger("detgate.store")
@@ -177,21 +179,37 @@ def _records(folder: Path) -> Iterator[tuple[str | None, dict[str, Any]]]:
 # --- what was known of the store's memory when this run was last served from here
 
 
-def recall(folder: Path) -> Memory:
-    """What a process that served the run from this folder knew; nothing if there was none."""
+@contextmanager
+def _sound() -> Iterator[None]:
+    """A file that is broken keeps its run from being served: what it told nobody else knows."""
     try:
-        return Memory(*orjson.loads((folder / MEMORY).read_bytes()))
-    except (OSError, orjson.JSONDecodeError, TypeError):
-        return Memory()
+        yield
+    except Broken as broken:
+        raise Unreadable(
+            f"{broken}. It says what was known of the store when the run was last served from this folder. Put it back "
+            "from a copy, or begin another run; if it is removed, what the store has forgotten may not be noticed."
+        ) from None
+
+
+def recall(folder: Path) -> Memory:
+    """What a process that served the run from this folder knew; nothing if there was none. Raises `Unreadable`."""
+    with _sound():
+        match read(folder / MEMORY):
+            case None:
+                return Memory()
+            case [int(epoch), str(name)] if type(epoch) is int and epoch >= -1:
+                return Memory(epoch, name)
+        raise Broken(folder / MEMORY, "it is no epoch and its name")
 
 
 def terms(folder: Path, ours: Terms) -> Terms:
-    """`ours`, with the settings by which the server knows the run, where a reload has brought other names since."""
-    try:
-        about = orjson.loads((folder / "run.json").read_bytes())
-        began = about["deciding"] if about.get("reloaded") else None
-    except (OSError, orjson.JSONDecodeError, AttributeError, KeyError):
-        return ours
+    """`ours`, with the settings by which the server knows the run, where a reload has brought other names since.
+
+    Raises `Unreadable`.
+    """
+    with _sound():
+        told = about(folder) or {}
+    began = told.get("deciding") if told.get("reloaded") else None
     return ours if began is None else ours._replace(deciding=orjson.dumps(began, option=orjson.OPT_SORT_KEYS))
 
 
@@ -215,11 +233,17 @@ def met(folder: Path, gateways: Iterable[str]) -> None:
 
 
 def known(folder: Path) -> list[str]:
-    """All that those who served the run from this folder knew to take part."""
-    try:
-        lines = (folder / GATEWAYS).read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError):
-        return []
+    """All that those who served the run from this folder knew to take part. Raises `Unreadable`."""
+    file = folder / GATEWAYS
+    with _sound():
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        except FileNotFoundError:
+            return []
+        except UnicodeDecodeError:
+            raise Broken(file, "it is no UTF-8") from None
+        except OSError as error:
+            raise Broken(file, error.strerror or "it cannot be read") from None
     return [line.rstrip() for line in lines if line.endswith("\n")]
 
 

@@ -286,10 +286,10 @@ class SharedRun:
         self._run = run
         self._folder = folder
         self._ledger = ledger
-        self._shown = None if folder is None else deeds.show(folder, store.terms.gateway)
         memory = Memory() if folder is None else deeds.recall(folder)
         peers = () if folder is None else deeds.known(folder)
         terms = store.terms if folder is None else deeds.terms(folder, store.terms)
+        self._shown = None if folder is None else deeds.show(folder, store.terms.gateway)
         self.part = Part(store.link, run, terms, self, memory, peers)
         self._keys = self.part.keys
         self._held: dict[int, Held] = {}

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 
 from gateway.core.indexing import LATE, MANY, NONE
+from gateway.ledger.shapes import Unreadable
 from gateway.shared import deeds
-from gateway.shared.part import Memory
+from gateway.shared.part import Memory, Terms
 
 REPEAT, RACED, STANDS, TOKENS = 7, 8, 9, 11
 
@@ -133,3 +135,19 @@ def test_of_several_vain_waits_the_one_that_knew_of_more_is_told(tmp_path: Path)
         written(tmp_path, "1", waited(first, 1), waited(last))
         [vain] = deeds.told(tmp_path, "g", {}).deeds
         assert (vain[4], vain[REPEAT]) == (stands_for, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *((deeds.MEMORY, content) for content in (b"", b'[1,"na', b"{}", b'[1,"a",2]', b'[true,"a"]', b'["1","a"]')),
+        ("run.json", b'{"reloaded'),
+        (deeds.GATEWAYS, b"g\xff\n"),
+    ],
+)
+def test_what_is_broken_of_what_was_known_is_not_taken_for_nothing(tmp_path: Path, name: str, content: bytes) -> None:
+    ours = Terms("g", b"{}", 1.0, 1.0, 1.0)
+    assert (deeds.recall(tmp_path), deeds.known(tmp_path), deeds.terms(tmp_path, ours)) == (Memory(), [], ours)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(Unreadable, match=rf"{name}: .* Put it back from a copy"):
+        deeds.recall(tmp_path), deeds.known(tmp_path), deeds.terms(tmp_path, ours)
