@@ -171,6 +171,9 @@ class Gateway:
         def owed() -> Iterable[tuple[tuple[str, ...], float]]:
             return (((), self._store.owed),)
 
+        def refused() -> Iterable[tuple[tuple[str, ...], float]]:
+            return (((what,), number) for what, number in self._store.refused.items())
+
         add = self.telemetry.gauge
         add("detgate_in_flight", "Requests on their way to a replica or in it.", replica_labels, loads)
         add("detgate_replica_up", "1 while a replica answers its probes.", replica_labels, ups, "min")
@@ -197,5 +200,6 @@ class Gateway:
         add("detgate_held_bytes", "Bytes of request bodies that are held.", (), held_bytes)
         add("detgate_scopes", "Counters in memory.", (), scopes)
         add("detgate_store_owed", "Ends of claims that the store could not be told yet.", (), owed)
+        add("detgate_store_refused", "Runs or pools whose keys the store refuses, by what for.", ("keys",), refused)
         add("detgate_readings", "Ledgers that are being read for pages.", (), readings)
         add("detgate_sessions", "Sessions that were created and have not ended.", (), sessions, "max")

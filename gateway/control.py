@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, admin, findings, rl_api, sessions_api
 from gateway.core.errors import CallerFault, Fault, NotFound, WrongMethod
-from gateway.doors import OwnSite, Subject, refusal
+from gateway.doors import OwnSite, Subject, Unencoded, refusal
 from gateway.fleet import Fleet, Pool
 from gateway.routes import API_OF
 from gateway.runs import Runs
@@ -49,6 +49,7 @@ def build(
     _errors(app, settings)
     app.add_middleware(Whole, routes=app.routes)
     app.add_middleware(Verbatim)
+    app.add_middleware(Unencoded)
     app.add_middleware(OwnSite)
     app.add_middleware(Subject)
     # Taken over as they are: a router that is included has each of its routes taken apart a second time.
@@ -216,6 +217,8 @@ def _unready(pool: Pool, settings: Settings) -> str | None:
         return f"{pool.name}: {against}"
     if not any(replica.usable for replica in pool.replicas.values()):
         return f"{pool.name}: no replica is up. {pool.why_down()}"
+    if (refused := pool.lanes.why_down) is not None:
+        return f"{pool.name}: the store refuses the keys of its lanes ({refused})"
     return None
 
 

@@ -6,7 +6,8 @@ import structlog
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.core.errors import Fault, Forbidden, NotFound
+from gateway.core import fields
+from gateway.core.errors import Encoded, Fault, Forbidden, NotFound
 from gateway.core.shapes import error_body, error_headers
 
 _PUBLIC = frozenset({"/livez", "/readyz", "/sessions", "/grant_capacity", "/export_trajectories"})
@@ -57,6 +58,25 @@ class OwnSite:
             site = next((value for name, value in scope["headers"] if name == b"sec-fetch-site"), b"none")
             if site not in (b"same-origin", b"none"):
                 app = refusal(Forbidden("A page of another site may not ask for this.", code="cross_site"))
+        await app(scope, receive, send)
+
+
+class Unencoded:
+    """What administration is asked is read as it came: a body that is said to be encoded is refused."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http":
+            headers = scope["headers"]
+            length = fields.find(headers, b"content-length") or b"0"
+            if length != b"0" or fields.find(headers, b"transfer-encoding"):
+                try:
+                    fields.plain(headers)
+                except Encoded as fault:
+                    app = refusal(fault)
         await app(scope, receive, send)
 
 

@@ -76,6 +76,10 @@ class JointLanes(Lanes):
         self._telemetry = telemetry
 
     @property
+    def why_down(self) -> str | None:
+        return self.places.why_down
+
+    @property
     def waiting(self) -> int:
         return self.held + self.places.waiting
 

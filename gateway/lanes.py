@@ -137,6 +137,11 @@ class Lanes:
         self._lanes: dict[str, Lane] = {}
 
     @property
+    def why_down(self) -> str | None:
+        """Why no place can be had; None: it can."""
+        return None
+
+    @property
     def apart(self) -> bool:
         """Lanes of this scope keep requests out of each other's batch, so a place is held until the engine is left."""
         return self.scope in ("replica", "pool")

@@ -114,6 +114,8 @@ class Pipeline:
             work.api = API_OF.get(location.route, "openai")
             if self.draining:
                 raise Busy("The gateway is shutting down. Ask another, or ask again later.", code="shutting_down")
+            if b"content-encoding" in request.fields and request.body and not self._off:
+                fields.plain(request.headers)
             self._check_values(request.body)
             if self._sessions.shared:
                 await self._prepare(request, location)

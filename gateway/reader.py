@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from gateway.core import identity, plan, priority, resume
 from gateway.core.document import Document, DuplicateField, Malformed
-from gateway.core.errors import Busy, CallerFault, Encoded, Fault, WrongMethod
+from gateway.core.errors import Busy, CallerFault, Fault, WrongMethod
 from gateway.core.types import Handling, Request
 from gateway.fleet import Fleet, Pool
 from gateway.routes import READ_FIELDS
@@ -87,9 +87,6 @@ class Reader:
         except Malformed as error:
             if self._off:
                 return Document.opaque(request.body)
-            if (coding := request.fields.get(b"content-encoding", b"identity").lower()) != b"identity":
-                told = f"The body is encoded (Content-Encoding: {coding.decode('latin-1'):.40}). Send it as it is."
-                raise Encoded(told) from None
             raise CallerFault(str(error), code="invalid_json") from None
 
     def _explained(self, fault: Fault, request: Request) -> Fault:

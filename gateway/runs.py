@@ -25,6 +25,7 @@ import orjson
 import structlog
 
 from gateway.core.errors import Busy, NotFound
+from gateway.ledger.about import ENDED, OPEN, SHARED, Broken, about
 from gateway.ledger.reader import Segments, asked, forget, own, unmarked
 from gateway.ledger.shapes import Unreadable, foreign, unsound, wrong
 from gateway.ledger.writer import Ledger, LedgerFault
@@ -36,18 +37,6 @@ from gateway.stores.memory import MemoryStore
 from gateway.tasks import start
 
 log = structlog.get_logger("detgate.runs")
-
-OPEN, ENDED, SHARED = "open", "ended", "shared"
-
-ABOUT: dict[str, tuple[type, ...]] = {
-    "run": (str,),
-    "named": (bool,),
-    "started": (float, int),
-    "deciding": (dict,),
-    "reloaded": (dict,),
-    "state": (str,),
-}
-"""What `run.json` holds, and of which type. One that was moved here to be looked at may have less."""
 
 LARGE = 8 << 20
 """Bytes of a ledger above which it is read beside the loop: some tenth of a second."""
@@ -500,25 +489,13 @@ def _chosen(settings: Settings, *, resume: bool, new: bool) -> str:
 
 def _known(folder: Path) -> dict[str, Any]:
     """What is kept with a run; nothing where there is no such run. Raises `Unreadable`."""
-    file = folder / "run.json"
     try:
-        known = orjson.loads(file.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except OSError as error:
-        raise _unreadable(file, error.strerror or "it cannot be read") from error
-    except orjson.JSONDecodeError:
-        raise _unreadable(file, "it is no JSON") from None
-    if not isinstance(known, dict):
-        raise _unreadable(file, "it is no JSON object")
-    if "deciding" not in known:
-        raise _unreadable(file, "deciding is missing")
-    for name, types in ABOUT.items():
-        if name in known and type(known[name]) not in types:
-            raise _unreadable(file, f"{name} is of another type")
-    if known.get("state", OPEN) not in (OPEN, ENDED, SHARED):
-        raise _unreadable(file, "state is none that a run has")
-    return known
+        known = about(folder)
+        if known is not None and "deciding" not in known:
+            raise Broken(folder / "run.json", "deciding is missing")
+    except Broken as broken:
+        raise _unreadable(broken.file, broken.why) from None
+    return known or {}
 
 
 def _unreadable(file: Path, why: str) -> Unreadable:

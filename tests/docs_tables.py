@@ -188,6 +188,7 @@ LABELS = {
     "guard": "names of guards",
     "code": "[codes of errors](errors.md)",
     "reason": "[reasons](guarantees.md#reasons)",
+    "keys": "`counters`, `changes`, `sessions`, `guards` (of a run), `lanes` (of a pool)",
 }
 """What a label's values are taken from: never from what a client sent."""
 

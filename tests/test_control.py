@@ -34,6 +34,7 @@ SERIES = {
     "detgate_scopes": set(),
     "detgate_sessions": set(),
     "detgate_store_owed": set(),
+    "detgate_store_refused": {"keys"},
     "detgate_racing": set(),
     "detgate_index_reused": set(),
     "detgate_unseeded": {"route"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gateway.core.errors import Encoded
 from gateway.core.types import Headers
 
 BODILESS = (204, 304)
@@ -27,6 +28,7 @@ _NOT_UPSTREAM = HOP_BY_HOP | {
     b"content-length",
     b"expect",
     b"accept-encoding",
+    b"content-encoding",
     b"authorization",
     b"x-api-key",
     b"api-key",
@@ -63,16 +65,17 @@ def upstream(headers: Headers) -> bytes:
     """The client's fields that a replica gets, as lines. Never its keys, its cookies or what was meant for the gateway.
 
     `accept-encoding` stays here too: the gateway reads the answers. So do `traceparent` and `tracestate`, which are
-    passed on where they are good: `gateway.core.traces`.
+    passed on where they are good: `gateway.core.traces`. A body that was read has no coding, and no word of one.
     """
     dropped = _with_named(_NOT_UPSTREAM, headers)
-    return b"".join(
-        [
-            b"%b: %b\r\n" % (name, value)
-            for name, value in headers
-            if name not in dropped and not name.startswith(b"x-detgate-")
-        ]
-    )
+    kept = [
+        b"%b: %b\r\n" % (name, value)
+        for name, value in headers
+        if name not in dropped and not name.startswith(b"x-detgate-")
+    ]
+    if applied := codings(headers):
+        kept.append(b"content-encoding: %b\r\n" % b", ".join(applied))
+    return b"".join(kept)
 
 
 def downstream(headers: Headers) -> bytes:
@@ -87,6 +90,22 @@ def downstream(headers: Headers) -> bytes:
             if name not in dropped and not name.startswith(b"x-detgate-")
         ]
     )
+
+
+def codings(headers: Headers) -> list[bytes]:
+    """How a body is encoded, the last applied last: RFC 9110, section 8.4. `identity` is no coding."""
+    told = [value for name, value in headers if name == b"content-encoding"]
+    if not told:
+        return []
+    names = [each.strip().lower() for each in b",".join(told).split(b",")]
+    return [name for name in names if name not in (b"", b"identity")]
+
+
+def plain(headers: Headers) -> None:
+    """Raise `Encoded` where a body is said to be encoded, whatever it looks like."""
+    if found := codings(headers):
+        coding = b", ".join(found).decode("latin-1")
+        raise Encoded(f"The body is encoded (Content-Encoding: {coding:.40}). Send it as it is.")
 
 
 def lines(headers: Headers) -> bytes:

@@ -290,12 +290,15 @@ class Scope:
             bound.content = None
         return not live.used
 
-    def restore(self, ask: Ask, index: int, *, raced: bool) -> None:
-        """Take in a claim that was made before, in the order of the claims: it is live until it is settled."""
-        first = ask.number is None and index >= self.next
+    def restore(self, ask: Ask, index: int, *, raced: bool, late: bool = False) -> None:
+        """Take in a claim that was made before, in the order of the claims: it is live until it is settled.
+
+        `late`: the index was drawn before others that were taken in already.
+        """
+        first = late or (ask.number is None and index >= self.next)
         self.kind = ask.kind
         if first:
-            self.next = index + 1
+            self.next = max(self.next, index + 1)
         rivals = first and self._rivals(ask)
         bound = self.bound.get(index)
         if ask.number is not None or ask.key is not None:
@@ -379,7 +382,7 @@ class Scope:
         if isinstance(claim, Claim):
             self._note(ask, claim.index, waited=raced)
             self.asked[ask.raw].live += self.live[claim.index].claims == 1
-        elif claim.why == "racing" and not raced:
+        elif claim.why == "racing" and not (raced and asked is not None):
             self._note(ask, LATE if ask.repeat else NONE)
         return claim
 

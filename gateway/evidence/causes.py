@@ -236,12 +236,20 @@ def _why_replica(a: Request, b: Request, runs: tuple[Run, Run]) -> str:
         return f"the pool has {', '.join(pool_a)} in A, {', '.join(pool_b)} in B"
     if (rule := _other_rule(a, b, runs)) is not None:
         return rule
+    follow = [side for side, request in zip("AB", (a, b), strict=True) if request.sticky]
+    if len(follow) == 2:
+        return f"{_FOLLOWS}, which had gone to another in each run"
+    if follow:
+        return f"in {follow[0]} {_FOLLOWS}; in {'B' if follow == ['A'] else 'A'} it was chosen anew"
     if a.loads is not None and b.loads is not None:
         if sorted(a.loads) != sorted(b.loads):
             return f"it could go to {', '.join(sorted(a.loads))} in A, {', '.join(sorted(b.loads))} in B"
         if a.loads != b.loads:
             return f"it was chosen by load, which was {_loads(a.loads)} in A, {_loads(b.loads)} in B"
     return "the candidates were not the same: a replica was down, drained, added or removed"
+
+
+_FOLLOWS = "it follows the first choice of its session (routing.key: session)"
 
 
 def _other_rule(a: Request, b: Request, runs: tuple[Run, Run]) -> str | None:

@@ -81,9 +81,10 @@ def replay_again(
     try:
         script = recorded.script(ledgers.find(name, settings.ledger.path))
         wanted = _new_run(script.run, run)
-        notes = Notes.kept(Path(f"{wanted}.replay.json"), wanted, script.run)
-        if (why := files.unwritable([notes.file])) is not None:
+        file = Path(f"{wanted}.replay.json")
+        if (why := files.unwritable([file])) is not None:
             raise Unusable(why)
+        notes = Notes.kept(file, wanted, script.run)
     except (Unusable, OSError) as error:
         return unusable(error, as_json=as_json)
     # A gateway of its own has the file's settings, without what this command was told beside them.

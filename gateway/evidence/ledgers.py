@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from gateway.evidence.files import because
+from gateway.ledger import about as kept
 from gateway.ledger.requests import timed
 from gateway.ledger.shapes import odd
 
@@ -190,10 +191,10 @@ def about(folder: Path) -> dict[str, Any]:
     """What is kept with the run of this folder; nothing where there is none. Raises `Unusable` where it cannot be."""
     file = folder / "run.json"
     try:
-        told = orjson.loads(file.read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        return {}
-    if not isinstance(told, dict):
+        told = kept.about(folder)
+    except kept.Broken as broken:
+        raise Unsound(f"{broken}. Put it back from a copy, or take it away: then it is not known.") from None
+    if told is None:
         return {}
     match told.get("deciding") or {}:
         case {"seed": seed} if type(seed) is not int:

@@ -127,6 +127,8 @@ class _Run:
                 self._opened(place, record)
             case "closed":
                 self._closed(place, record)
+            case "given_back":
+                self._given_back(place, record)
             case "session" if record.get("seed") is not None and record.get("session") is not None:
                 self._seeds[record["session"]] = record["seed"]
             case "gap":
@@ -173,6 +175,12 @@ class _Run:
         self._replica(claims.pop(0), record)
         if not claims:
             del self._claims[_key(record)]
+
+    def _given_back(self, place: Place, record: dict[str, Any]) -> None:
+        """An index that nobody has seen: it was issued all the same, and released."""
+        if all(record.get(name) is not None for name in ("digest", "order", "repeat")):
+            told = [record.get(name) for name in ("digest", "content", "key", "repeat")]
+            self._event(place, record, ("given_back", record["index"], record["order"], *told))
 
     # --- what is asked
     def _digests(self, record: dict[str, Any]) -> None:
@@ -332,6 +340,11 @@ class _Run:
                 if not lost:
                     scope.complete(index)
                     scope.settle(index, used=told[0])
+            elif what == "given_back":
+                if not lost:
+                    scope.restore(_ask(index, *told), index, raced=False)
+                    scope.complete(index)
+                    scope.settle(index, used=False)
             elif lost:
                 self.found.pass_over("index", LOST)
             else:
@@ -340,15 +353,7 @@ class _Run:
     def _claim(self, scope: Scope, index: int, order: str, digest: str, content: str | None, key: str | None,
                repeat: int, request_id: str) -> bool:  # fmt: skip
         """Claim an index anew. False: the counter gives another now."""
-        bound = order == "client" or key is not None
-        ask = Ask(
-            cast(Kind, order),
-            bytes.fromhex(digest),
-            content if bound else None,
-            index if order == "client" else None,
-            key,
-            repeat or 0,
-        )
+        ask = _ask(index, order, digest, content, key, repeat)
         if repeat:
             self.found.pass_over("index", WAITED)
             scope.restore(ask, index, raced=False)
@@ -391,6 +396,12 @@ class _Claimed:
 
 
 _NEEDED = ("session", "identity", "index", "order", "digest", "request_id", "route", "pool", "seed_source")
+
+
+def _ask(index: int, order: str, digest: str, content: str | None, key: str | None, repeat: int) -> Ask:
+    """What an index was asked for with."""
+    bound, number = order == "client" or key is not None, index if order == "client" else None
+    return Ask(cast(Kind, order), bytes.fromhex(digest), content if bound else None, number, key, repeat or 0)
 
 
 def _origin(record: dict[str, Any]) -> Origin | None:

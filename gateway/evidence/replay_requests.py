@@ -24,8 +24,9 @@ import orjson
 from gateway.core.resume import origin
 from gateway.evidence.bodies import Records
 from gateway.evidence.diff import Diff, compare
-from gateway.evidence.ledgers import Source, about
+from gateway.evidence.ledgers import Source, Unsound, about
 from gateway.evidence.recorded import Message, Recorded, Script, Sent, message
+from gateway.ledger.about import Broken, read
 
 TRIES = 20
 """How often a request is sent while the gateway asks for patience."""
@@ -77,12 +78,19 @@ class Notes:
 
     @classmethod
     def kept(cls, file: Path, run: str, of: str) -> Notes:
-        """Those of a replay that was stopped, or new ones."""
+        """Those of a replay that was stopped, or new ones. Raises `Unusable` where they cannot be made out."""
         notes = cls(file, run, of)
-        with suppress(OSError, json.JSONDecodeError):
-            match json.loads(file.read_text()):
-                case {"run": str(to), "of": str(recorded), "keys": dict(keys)} if (to, recorded) == (run, of):
-                    notes.begun, notes.keys = True, keys
+        try:
+            match read(file):
+                case None:
+                    pass
+                case {"run": str(to), "of": str(recorded), "keys": dict(keys)} if _texts(keys):
+                    if (to, recorded) == (run, of):
+                        notes.begun, notes.keys = True, keys
+                case _:
+                    raise Broken(file, "it holds no notes of a replay")
+        except Broken as broken:
+            raise Unsound(f"{broken}. Take it away, and begin another replay, under a name of its own.") from None
         return notes
 
     def add(self, keys: dict[str, str]) -> None:
@@ -97,6 +105,10 @@ class Notes:
     def forget(self) -> None:
         """They are needed no more."""
         self.file.unlink(missing_ok=True)
+
+
+def _texts(keys: dict[Any, Any]) -> bool:
+    return all(isinstance(key, str) for key in keys.values())
 
 
 class Failed(Exception):

@@ -90,6 +90,8 @@ class Request:
     crowd: int
     """The most requests of its pool that were in flight in its gateway when it began and when it ended."""
     epoch: int | None
+    sticky: bool
+    """It was sent where the first choice of its session had fallen."""
 
     @property
     def named(self) -> bool:
@@ -281,6 +283,7 @@ def item(
             ended("loads"),
             crowd,
             told("epoch"),
+            ended("sticky") is True,
             None if ended_at is None else (ended_at.segment, ended_at.offset),
             None if closed_at is None else (closed_at.segment, closed_at.offset),
             told("claims") or 1,

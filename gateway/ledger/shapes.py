@@ -81,7 +81,7 @@ def odd(record: Mapping[str, Any]) -> str | None:
 
 def odd_claim(record: Mapping[str, Any]) -> str | None:
     """The same for whoever makes decisions again."""
-    if (why := odd(record)) is not None or record.get("event") != "opened":
+    if (why := odd(record)) is not None or record.get("event") not in ("opened", "given_back"):
         return why
     if (digest := record.get("digest")) is not None and not _hex(digest):
         return f"digest cannot be {digest!r:.100}"
@@ -208,18 +208,21 @@ def _weights(record: Mapping[str, Any]) -> str | None:
 
 _REQUEST: dict[str, Fits] = {"session": _text, "identity": _text, "index": _index}
 
+_CLAIM: dict[str, Fits] = {
+    **_REQUEST,
+    "order": _order,
+    "digest": _hex,
+    "content": _name_or_none,
+    "key": _name_or_none,
+    "repeat": _count,
+    "flags": _flags,
+}
+
 _NO_FIELDS: dict[str, Fits] = {}
 
 _FIELDS: dict[str, dict[str, Fits]] = {
-    "opened": {
-        **_REQUEST,
-        "order": _order,
-        "digest": _hex,
-        "content": _name_or_none,
-        "key": _name_or_none,
-        "repeat": _count,
-        "flags": _flags,
-    },
+    "opened": _CLAIM,
+    "given_back": _CLAIM,
     "waited": {"session": _text, "identity": _text, "digest": _hex, "asked": _asked, "repeat": _count},
     "complete": _REQUEST,
     "closed": {**_REQUEST, "used": _flag},
@@ -243,6 +246,7 @@ _FIELDS: dict[str, dict[str, Fits]] = {
 
 _MORE: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
     "opened": _opened,
+    "given_back": _opened,
     "session": _session,
     "fleet": _fleet,
     "weights": _weights,
@@ -314,6 +318,7 @@ _PARTS: tuple[tuple[str, Fits], ...] = (
 
 _READ: dict[str, _Read] = {
     "opened": _Read(_KEY | _ANY | _OPENED, _COUNTS, _PARTS[:1], set()),
+    "given_back": _Read(_KEY | _ANY | _OPENED, _COUNTS, _PARTS[:1], set()),
     "complete": _Read(_KEY, ("index",), (), set()),
     "closed": _Read(_KEY | _ANY | _CLOSED, ("index",), _PARTS, set()),
 }

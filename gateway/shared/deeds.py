@@ -5,15 +5,19 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import orjson
 import structlog
 
-from gateway.ledger.shapes import unsound, wrong
+from gateway.core.indexing import MANY, NONE
+from gateway.ledger.about import Broken, about, read
+from gateway.ledger.shapes import Unreadable, unsound, wrong
 from gateway.shared.part import Deed, Memory, Telling, Terms
 
 log = structlog.get_logger("detgate.store")
@@ -85,6 +89,12 @@ class Fate:
         )
 
 
+def wait(session: str, identity: str, raw: bytes, asked: int, repeat: int) -> Deed:
+    """What one has to tell that waited for a rival in vain: what was known of its bytes (`core.indexing.Asked`)."""
+    about = orjson.dumps((session, identity))
+    return (scope_name(session, identity), session_name(session), "", raw, asked, "", "", repeat, 0, "w", about, "")
+
+
 Live = dict[tuple[str, str, int], list[str]]
 """Claims that are live here, by session, identity and index."""
 
@@ -95,21 +105,31 @@ def told(folder: Path, gateway: str, live: Live) -> Telling:
     Raises `Unreadable`.
     """
     fates: dict[tuple[str, str, int], Fate] = {}
+    waits: dict[tuple[str, str, str], tuple[int, int]] = {}
+    """Session, identity and bytes → what was known of these when one of them had waited in vain, the last time."""
     gateways: set[str] = set()
     for owner, record in _records(folder):
         if record["event"] == "gateway":
             if isinstance(record.get("gateway"), str):
                 gateways.add(record["gateway"])
             continue
+        if record["event"] == "waited":
+            what = (record["session"], record["identity"], record["digest"])
+            asked, repeat = waits.get(what, (NONE, 0))
+            # What one that waits was told first may be written down last.
+            asked = asked if asked == MANY or record["asked"] < MANY <= asked else record["asked"]
+            waits[what] = asked, max(repeat, record["repeat"])
+            continue
         place = (record["session"], record["identity"], record["index"])
         fate = fates.get(place) or fates.setdefault(place, Fate(*place))
-        if record["event"] == "opened":
-            whose = record.get("gateway")
-            fate.claimed(
-                record["order"], bytes.fromhex(record["digest"]), record["content"], record["key"], record["repeat"]
-            )
+        if record["event"] in ("opened", "given_back"):
+            whose, repeat = record.get("gateway"), record["repeat"]
+            before = waits.get((record["session"], record["identity"], record["digest"]))
+            fate.many |= before is not None and repeat <= before[1]
+            fate.claimed(record["order"], bytes.fromhex(record["digest"]), record["content"], record["key"], repeat)
             fate.raced |= "racing" in record["flags"]
-            fate.open[whose] = fate.open.get(whose, 0) + 1
+            if record["event"] == "opened":
+                fate.open[whose] = fate.open.get(whose, 0) + 1
             if whose is not None:
                 gateways.add(whose)
         elif record["event"] == "complete":
@@ -131,10 +151,11 @@ def told(folder: Path, gateway: str, live: Live) -> Telling:
         for fate in fates.values()
         if fate.order and (fate.tokens or not any(count and whose in alive for whose, count in fate.open.items()))
     )
-    return Telling(deeds, sorted(gateways - alive - {gateway}))
+    vain = (wait(session, identity, bytes.fromhex(raw), *asked) for (session, identity, raw), asked in waits.items())
+    return Telling(chain(deeds, vain), sorted(gateways - alive - {gateway}))
 
 
-_TOLD = ("gateway", "opened", "complete", "closed", "fenced")
+_TOLD = ("gateway", "opened", "given_back", "waited", "complete", "closed", "fenced")
 
 
 def _records(folder: Path) -> Iterator[tuple[str | None, dict[str, Any]]]:
@@ -158,21 +179,37 @@ def _records(folder: Path) -> Iterator[tuple[str | None, dict[str, Any]]]:
 # --- what was known of the store's memory when this run was last served from here
 
 
-def recall(folder: Path) -> Memory:
-    """What a process that served the run from this folder knew; nothing if there was none."""
+@contextmanager
+def _sound() -> Iterator[None]:
+    """A file that is broken keeps its run from being served: what it told nobody else knows."""
     try:
-        return Memory(*orjson.loads((folder / MEMORY).read_bytes()))
-    except (OSError, orjson.JSONDecodeError, TypeError):
-        return Memory()
+        yield
+    except Broken as broken:
+        raise Unreadable(
+            f"{broken}. It says what was known of the store when the run was last served from this folder. Put it back "
+            "from a copy, or begin another run; if it is removed, what the store has forgotten may not be noticed."
+        ) from None
+
+
+def recall(folder: Path) -> Memory:
+    """What a process that served the run from this folder knew; nothing if there was none. Raises `Unreadable`."""
+    with _sound():
+        match read(folder / MEMORY):
+            case None:
+                return Memory()
+            case [int(epoch), str(name)] if type(epoch) is int and epoch >= -1:
+                return Memory(epoch, name)
+        raise Broken(folder / MEMORY, "it is no epoch and its name")
 
 
 def terms(folder: Path, ours: Terms) -> Terms:
-    """`ours`, with the settings by which the server knows the run, where a reload has brought other names since."""
-    try:
-        about = orjson.loads((folder / "run.json").read_bytes())
-        began = about["deciding"] if about.get("reloaded") else None
-    except (OSError, orjson.JSONDecodeError, AttributeError, KeyError):
-        return ours
+    """`ours`, with the settings by which the server knows the run, where a reload has brought other names since.
+
+    Raises `Unreadable`.
+    """
+    with _sound():
+        told = about(folder) or {}
+    began = told.get("deciding") if told.get("reloaded") else None
     return ours if began is None else ours._replace(deciding=orjson.dumps(began, option=orjson.OPT_SORT_KEYS))
 
 
@@ -196,11 +233,17 @@ def met(folder: Path, gateways: Iterable[str]) -> None:
 
 
 def known(folder: Path) -> list[str]:
-    """All that those who served the run from this folder knew to take part."""
-    try:
-        lines = (folder / GATEWAYS).read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError):
-        return []
+    """All that those who served the run from this folder knew to take part. Raises `Unreadable`."""
+    file = folder / GATEWAYS
+    with _sound():
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        except FileNotFoundError:
+            return []
+        except UnicodeDecodeError:
+            raise Broken(file, "it is no UTF-8") from None
+        except OSError as error:
+            raise Broken(file, error.strerror or "it cannot be read") from None
     return [line.rstrip() for line in lines if line.endswith("\n")]
 
 

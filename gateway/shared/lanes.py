@@ -22,7 +22,7 @@ import structlog
 from gateway.core.errors import Busy, StoreFault
 from gateway.core.strangers import Tally
 from gateway.shared import scripts
-from gateway.shared.link import Link, Script
+from gateway.shared.link import Family, Link, Script
 
 log = structlog.get_logger("detgate.lanes")
 
@@ -69,6 +69,7 @@ class Places:
         self._link = link
         self._root = f"detgate:{{lanes:{pool}}}:"
         self._pool = pool
+        self._family = Family("lanes", pool)
         self._seconds = seconds
         self._limit, self._queue, self._apart = limit, queue, apart
         self.inherit: Callable[[Claim], None] = self.leave
@@ -86,6 +87,11 @@ class Places:
         self._token = ""
         self._begin()
         link.connected.append(self._enrol)
+
+    @property
+    def why_down(self) -> str | None:
+        """Why the store gives no place; None: it may."""
+        return self._link.refused.get(self._family)
 
     @property
     def waiting(self) -> int:
@@ -197,6 +203,8 @@ class Places:
     async def run(self) -> None:
         """Keep the lease, and look after those who wait, for ever."""
         pause = min(LOOK_SECONDS, self._seconds / RENEWALS)
+        names = ("", "gateways", "arrivals", "takes", "drops", "quiet", "lane::", "places:", "gone:")
+        self._link.need(self._family, [self._root + name for name in names], b"detgate:lanes:trial")
         while True:
             try:
                 if self._untidy:
@@ -213,6 +221,7 @@ class Places:
     async def close(self) -> None:
         """Give up all that is left, and the lease."""
         self._link.connected.remove(self._enrol)
+        self._link.need_no_more(self._family)
         self._link.unsubscribe(self._channel, self._hear)
         self._claims.clear()
         with suppress(StoreFault):

@@ -8,16 +8,19 @@ failed was run is not known. It may even run later: `generation` tells connectio
 A server that answers PING may still refuse all scripts, or let them wait: for want of memory or replicas, as another's
 replica, by its rules of access. So a connection counts only when a *trial* was run by it, a script that does what
 others do and leaves nothing behind; and when a call is refused the trial says whether the server refuses them all.
+Rules of access may refuse some keys alone: each *family* of keys that is needed has a trial of its own, made when a
+connection is there, when a call was refused, and now and then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import hiredis
 import structlog
@@ -57,12 +60,26 @@ away, and how many it has thrown away since it was started."""
 
 TRIAL_KEYS = (b"detgate:trial",)
 
+FAMILY_TRIAL = Script("return redis.call('PUBLISH', ARGV[1], '')")
+"""A server looks whether all keys that a script is called with may be read and written, whatever the script does."""
+
+FAMILIES_SECONDS = 5.0
+"""After which the families are tried again; `AGAIN_AT_MOST` while one is refused."""
+
 KEEPS_ALL = "noeviction"
 """The policy of a server that throws no key away."""
 
 
 class Refused(StoreFault):
     """The store refused one call, and not all."""
+
+
+class Family(NamedTuple):
+    """Keys that one thing needs."""
+
+    what: str
+    of: str
+    """The run or the pool."""
 
 
 class Link:
@@ -81,6 +98,11 @@ class Link:
         self.evicted = 0
         """Keys that it has thrown away while there was a connection to it."""
         self._evicted_before = 0
+        self.refused: dict[Family, str] = {}
+        """Families of keys that the server does not let this gateway use, and what it said."""
+        self._needed: dict[Family, tuple[Words, bytes]] = {}
+        self._next_trial: asyncio.TimerHandle | None = None
+        self._tried_at = -math.inf
         self.connected: list[Callable[[], None]] = []
         """Called when a new connection is there, before any call goes out by it."""
         self._failed = failed
@@ -112,6 +134,8 @@ class Link:
     def fault(self, refusal: str = "") -> StoreFault:
         """The failure of a call, counted. `refusal`: what the server said to that call, and not to all."""
         self._failed()
+        if refusal and asyncio.get_running_loop().time() - self._tried_at >= AGAIN_AT_MOST:
+            self._try_families()
         told = refusal or self._refusal
         if told:
             what = f"refuses what it is asked ({told.partition(' ')[0]})"
@@ -133,6 +157,53 @@ class Link:
     async def up(self) -> None:
         """Wait for a connection, however long there is none."""
         await self._up.wait()
+
+    # --- families
+    def need(self, family: Family, keys: Words, channel: bytes) -> None:
+        """Try these keys, and messages by such a channel, from now on."""
+        self._needed[family] = keys, channel
+        if self._wire is not None:
+            self._try(self._wire, family)
+
+    def need_no_more(self, family: Family) -> None:
+        """Nothing uses them here any more."""
+        self._needed.pop(family, None)
+        self.refused.pop(family, None)
+
+    def _try_families(self) -> None:
+        """Try all of them, now and from now on."""
+        self._rest()
+        if self._wire is None:
+            return
+        loop = asyncio.get_running_loop()
+        self._tried_at = loop.time()
+        for family in self._needed:
+            self._try(self._wire, family)
+        pause = AGAIN_AT_MOST if self.refused else FAMILIES_SECONDS
+        self._next_trial = loop.call_later(pause, self._try_families)
+
+    def _rest(self) -> None:
+        if self._next_trial is not None:
+            self._next_trial.cancel()
+            self._next_trial = None
+
+    def _try(self, wire: _Wire, family: Family) -> None:
+        keys, channel = self._needed[family]
+        wire.attempt(FAMILY_TRIAL, keys, (channel,)).add_done_callback(lambda tried: self._tried(family, tried))
+
+    def _tried(self, family: Family, tried: asyncio.Future[Any]) -> None:
+        error = tried.exception()
+        if family not in self._needed or (error is not None and not isinstance(error, _Denied)):
+            return
+        if error is None:
+            if self.refused.pop(family, None) is not None:
+                log.warning("the store takes keys again", store=str(self.address), keys=family.what, of=family.of)
+            return
+        if family not in self.refused:
+            why = str(error)
+            log.error("the store refuses keys", store=str(self.address), keys=family.what, of=family.of, why=why)
+            self.refused[family] = why
+            self._try_families()  # the others too, and soon again
 
     # --- messages
     def subscribe(self, channel: bytes, hear: Hear) -> None:
@@ -181,6 +252,7 @@ class Link:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, AGAIN_AT_MOST)
         finally:
+            self._rest()
             if self._wire is not None:
                 self._wire.drop("the gateway stops")
             self._wire, self.why_down = None, "is asked no more: the gateway stops"
@@ -248,6 +320,7 @@ class Link:
             seconds = asyncio.get_running_loop().time() - (self._down_since or 0.0)
             log.warning("the store answers again", store=str(self.address), seconds=round(seconds, 3))
         self._down_since = None
+        self._try_families()
 
     def _lost(self, why: str, refused: bool = False) -> None:
         self._wire = None
@@ -287,6 +360,8 @@ class _Wire(asyncio.Protocol):
         self._watch: asyncio.TimerHandle | None = None
         self._loaded: set[str] = set()
         self._trial: asyncio.Future[Any] | None = None
+        self._attempts: set[asyncio.Future[Any]] = set()
+        """Trials of families."""
         self._refused: list[tuple[asyncio.Future[Any] | None, str]] = []
         """Calls that were refused, and how. They wait for the trial."""
         self._refusals: set[str] = set()
@@ -300,6 +375,13 @@ class _Wire(asyncio.Protocol):
             self._write(_packed(("SCRIPT", "LOAD", script.source)))
             self._waiting.append((None, self._loop.time()))
         return self._expect(_packed(("EVALSHA", script.sha, len(keys), *keys, *args)))
+
+    def attempt(self, script: Script, keys: Words, args: Words) -> asyncio.Future[Any]:
+        """As `run`, for a script that may be refused without a word: `_Denied`."""
+        reply = self.run(script, keys, args)
+        self._attempts.add(reply)
+        reply.add_done_callback(self._attempts.discard)
+        return reply
 
     def ask(self, *words: str | int) -> asyncio.Future[Any]:
         """A command and its reply."""
@@ -367,6 +449,10 @@ class _Wire(asyncio.Protocol):
 
     def _deny(self, waiter: asyncio.Future[Any] | None, words: str) -> None:
         """A command was refused. Who asked hears of it when it is known whether others would be too."""
+        if waiter in self._attempts and not words.startswith("NOSCRIPT"):
+            if not waiter.done():
+                _fail(waiter, _Denied(words))
+            return
         self._refused.append((waiter, words))
         if not self.greeted or (waiter is not None and waiter is self._trial) or words.startswith("NOSCRIPT"):
             self.drop(words, refused=True)
@@ -408,12 +494,14 @@ class _Wire(asyncio.Protocol):
         self._refused.clear()
         self._waiting.clear()
         for waiter in left:
-            if waiter is not None and not waiter.done():
+            if waiter in self._attempts and not waiter.done():
+                _fail(waiter, ConnectionError(why))
+            elif waiter is not None and not waiter.done():
                 _fail(waiter, self._fault("") if self.greeted else _Denied(why) if refused else ConnectionError(why))
 
 
 class _Denied(ConnectionError):
-    """The server answered a greeting with an error."""
+    """The server answered a greeting, or a trial, with an error."""
 
 
 def _fail(waiter: asyncio.Future[Any], error: Exception) -> None:

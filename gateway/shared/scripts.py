@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from gateway.shared.link import Script
+from gateway.shared.link import Family, Script
 
 _FOLDER = files("gateway.shared") / "lua"
 
@@ -43,6 +43,22 @@ def keys(run: str, gateway: str) -> tuple[bytes, bytes, bytes]:
 def prefix_of(run: str) -> bytes:
     """What every key of a run begins with."""
     return b"detgate:{%b}:" % run.encode()
+
+
+def families(run: str, gateway: str) -> dict[Family, tuple[bytes, ...]]:
+    """All keys of a run, by what needs them. Where ids stand in a name, with an empty one, which no other key has."""
+    prefix = prefix_of(run)
+    return {
+        Family(what, run): tuple(prefix + name.encode() for name in names.split())
+        for what, names in {
+            "counters": f"state released claims:{gateway} beats gone ends missing awaited over",
+            "changes": "changes changes:list changes:heard changes:removed",
+            "sessions": "sessions:about sessions:events sessions:all sessions:ended sessions:order sessions:keys "
+            "sessions:groups sessions:ordinals sessions:idle sessions:trouble session::recent session::rewards "
+            "session::held group::held",
+            "guards": "firsts:",
+        }.items()
+    }
 
 
 MEETING = (b"detgate:server",)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -100,11 +101,41 @@ class Store(Protocol):
     def warnings(self) -> list[str]:
         """What may make it lose something, and be mended by whoever runs it."""
 
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """What is kept in it and cannot be used now, and of how many runs or pools."""
+
     async def run(self) -> None:
         """Whatever must go on while the process serves."""
 
     async def stop(self) -> None:
         """No request is in flight any more, and none comes."""
+
+
+def given_back(scope: ScopeKey, ask: Ask, index: int, *, raced: bool, gateway: str | None = None) -> dict[str, Any]:
+    """The record of an index that was given to a request in the moment in which that left, and is released.
+
+    `gateway`: which of several wrote it.
+    """
+    return {
+        "event": "given_back",
+        "time": time.time(),
+        **scope._asdict(),
+        "index": index,
+        "gateway": gateway,
+        "order": ask.kind,
+        "digest": ask.raw.hex(),
+        "content": ask.content,
+        "key": ask.key,
+        "repeat": ask.repeat,
+        "flags": ["racing"] if raced else [],
+    }
+
+
+def waited(scope: ScopeKey, raw: bytes, asked: int, repeat: int) -> dict[str, Any]:
+    """The record of a request that waited for a rival and got no index: what was known of its bytes then."""
+    names = scope._asdict()
+    return {"event": "waited", "time": time.time(), **names, "digest": raw.hex(), "asked": asked, "repeat": repeat}
 
 
 def build(settings: Settings, failed: Callable[[], None]) -> Store:

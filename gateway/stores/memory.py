@@ -22,7 +22,7 @@ from gateway.core.indexing import Ask, Asked, Bound, Claim, Indices, Keyed, Kind
 from gateway.ledger.writer import Ledger
 from gateway.settings import Settings
 from gateway.shelf import Entries, Row, Shelf
-from gateway.stores import ScopeKey
+from gateway.stores import ScopeKey, given_back, waited
 
 SCOPES = 20_000
 
@@ -34,6 +34,9 @@ ENTRIES = 128
 
 BATCH = 64
 """Scopes that leave at once, at most."""
+
+UNTOLD = 4096
+"""Claims of one scope, at most, whose records may stand after that of a later one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -153,16 +156,21 @@ class MemoryStore:
         """
         self._shelves[run] = Shelf(folder / "state.db")
         live: dict[tuple[ScopeKey, int], list[dict[str, Any]]] = {}
+        untold: dict[ScopeKey, set[int]] = {}
         for record in records:
             event = record.get("event")
             if event == "waited":
                 key = ScopeKey(run, record["session"], record["identity"])
                 self._scope(key).restore_asked(bytes.fromhex(record["digest"]), record["asked"], record["repeat"])
-            if event not in ("opened", "complete", "closed"):
+            if event not in ("opened", "complete", "closed", "given_back"):
                 continue
             key, index = ScopeKey(run, record["session"], record["identity"]), record["index"]
+            if event == "given_back":
+                self._again(key, record, untold)
+                self._end(key, index, used=False)
+                continue
             if event == "opened":
-                self._scope(key).restore(_ask(record), index, raced="racing" in record["flags"])
+                self._again(key, record, untold)
                 live.setdefault((key, index), []).append(record)
                 continue
             claims = live.get((key, index))
@@ -204,6 +212,11 @@ class MemoryStore:
         """It loses nothing."""
         return []
 
+    @property
+    def refused(self) -> dict[str, int]:
+        """It refuses nothing."""
+        return {}
+
     async def run(self) -> None:
         """It does nothing by itself."""
 
@@ -233,6 +246,19 @@ class MemoryStore:
             del self._sessions[place]
         if (shelf := self._shelves.pop(run, None)) is not None:
             shelf.close()
+
+    def _again(self, key: ScopeKey, record: dict[str, Any], untold: dict[ScopeKey, set[int]]) -> None:
+        """Take in a claim. `untold`: indices below one that was taken in, of which no record has told yet.
+
+        Who was given an index while it waited is told of when it wakes, maybe after one that came in that turn.
+        """
+        scope, ask, index = self._scope(key), _ask(record), record["index"]
+        late = index in untold.get(key, ())
+        if late:
+            untold[key].discard(index)
+        elif ask.number is None and index > scope.next:
+            untold.setdefault(key, set()).update(range(max(scope.next, index - UNTOLD), index))
+        scope.restore(ask, index, raced="racing" in record["flags"], late=late)
 
     def _lost(self, key: ScopeKey, index: int, record: dict[str, Any]) -> dict[str, Any]:
         used = record.get("complete", False)
@@ -411,7 +437,10 @@ class MemoryStore:
         if outcome.cancelled():
             self._forget(key, waiter)
         elif outcome.exception() is None:
-            self._end(key, outcome.result().index, used=False)
+            index = outcome.result().index
+            if (ledger := self._ledgers.get(key.run)) is not None:
+                ledger.closed(given_back(key, waiter.ask, index, raced=index in self._scopes[key].raced))
+            self._end(key, index, used=False)
             self._wake(key)
 
     def _note_wait(self, key: ScopeKey, waiter: Waiter) -> None:
@@ -419,9 +448,7 @@ class MemoryStore:
         raw, ledger = waiter.ask.raw, self._ledgers.get(key.run)
         if not waiter.raced or ledger is None or (asked := self._scope(key).asked.get(raw)) is None:
             return
-        names = {"run": key.run, "session": key.session, "identity": key.identity, "digest": raw.hex()}
-        told = {"asked": asked.index, "repeat": asked.repeat}
-        ledger.closed({"event": "waited", "time": time.time(), **names, **told})
+        ledger.closed(waited(key, raw, asked.index, asked.repeat))
 
     def _forget(self, key: ScopeKey, waiter: Waiter) -> None:
         waiters = self._waiters[key]

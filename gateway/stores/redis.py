@@ -14,7 +14,7 @@ import re
 import secrets
 import socket
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ from gateway.shared import deeds, scripts
 from gateway.shared.address import parse
 from gateway.shared.deeds import KINDS, Fate, scope_name, session_name
 from gateway.shared.link import KEEPS_ALL, Link
-from gateway.shared.part import BEATS, LostEnd, Memory, Part, Telling, Terms
-from gateway.stores import ScopeKey
+from gateway.shared.part import BEATS, Deed, LostEnd, Memory, Part, Telling, Terms
+from gateway.stores import ScopeKey, given_back, waited
 from gateway.tasks import start, stop
 
 log = structlog.get_logger("detgate.store")
@@ -73,6 +73,8 @@ class Held:
     """The store has noted that its answer is delivered: whatever happens, its index is used."""
     lost: bool = False
     """The store does not have it any more, or may not: another may have its index."""
+    asked: tuple[int, int] | None = None
+    """What its bytes stood for when it had to wait for a rival, as the store said, and which retry it is."""
 
     @property
     def live(self) -> bool:
@@ -162,10 +164,15 @@ class RedisStore:
         if self.link.why_down is not None:
             return f"the store {self.link.why_down}"
         part = self._run(run).part
-        if part.connection is not None:
-            return None
-        why_not = part.why_not
-        return why_not.message if why_not is not None else "the store waits for what other gateways know"
+        if part.connection is None:
+            why_not = part.why_not
+            return why_not.message if why_not is not None else "the store waits for what other gateways know"
+        refused = [f"{family.what} ({why})" for family, why in self.link.refused.items() if family.of == run]
+        return f"the store refuses the keys of {' and '.join(refused)}" if refused else None
+
+    @property
+    def refused(self) -> Counter[str]:
+        return Counter(family.what for family in self.link.refused)
 
     @property
     def warnings(self) -> list[str]:
@@ -279,10 +286,10 @@ class SharedRun:
         self._run = run
         self._folder = folder
         self._ledger = ledger
-        self._shown = None if folder is None else deeds.show(folder, store.terms.gateway)
         memory = Memory() if folder is None else deeds.recall(folder)
         peers = () if folder is None else deeds.known(folder)
         terms = store.terms if folder is None else deeds.terms(folder, store.terms)
+        self._shown = None if folder is None else deeds.show(folder, store.terms.gateway)
         self.part = Part(store.link, run, terms, self, memory, peers)
         self._keys = self.part.keys
         self._held: dict[int, Held] = {}
@@ -302,19 +309,27 @@ class SharedRun:
         self._sessions: OrderedDict[str, None] = OrderedDict()
         self._channel = scripts.prefix_of(run) + b"changed"
         store.link.subscribe(self._channel, self._wake)
+        self._families = scripts.families(run, terms.gateway)
+        for family, keys in self._families.items():
+            store.link.need(family, keys, scripts.prefix_of(run) + b"trial")
         self._life = start(self.part.live(), f"run {run}")
 
     async def leave(self) -> None:
         """Take no part any more."""
         await stop(self._life)
-        self._link.unsubscribe(self._channel, self._wake)
+        self._unneeded()
         await self.part.end()
 
     def depart(self) -> None:
         """As `leave`, at once. Nothing of it is in flight."""
         self._life.cancel()
-        self._link.unsubscribe(self._channel, self._wake)
+        self._unneeded()
         self.part.depart()
+
+    def _unneeded(self) -> None:
+        self._link.unsubscribe(self._channel, self._wake)
+        for family in self._families:
+            self._link.need_no_more(family)
 
     @property
     def busy(self) -> bool:
@@ -421,7 +436,7 @@ class SharedRun:
             if answer[0] == b"wait":
                 racing = answer[1] == b"racing"
                 if racing:
-                    self._race(held.scope)
+                    self._rival(held, answer)
                 return await self._wait(held, racing, seconds)
             if answer[0] != b"away":
                 return self._outcome(held, answer)
@@ -431,8 +446,12 @@ class SharedRun:
         """Ask for an index. Who is gone before the answer has taken nothing."""
         asked = self._send(held, connection)
         try:
-            answer: list[Any] = await asked
-        except (asyncio.CancelledError, StoreFault):
+            answer: list[Any] = await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            asked.add_done_callback(lambda answer: self._came_late(held, answer))
+            self._give_back(held)
+            raise
+        except StoreFault:
             self._give_back(held)
             raise
         if answer[0] != b"index":
@@ -497,6 +516,41 @@ class SharedRun:
         """All that were drawn here and are in flight have a rival."""
         for other in self._drawn.get(scope, ()):
             other.raced = True
+
+    def _rival(self, held: Held, answer: Sequence[Any]) -> None:
+        """A claim has a rival, for which it must wait."""
+        self._race(held.scope)
+        if len(answer) > 2:
+            held.asked = int(answer[2]), held.ask.repeat
+
+    def _came_late(self, held: Held, asked: asyncio.Future[Any]) -> None:
+        """What a claim came to whose asker is gone."""
+        if asked.cancelled() or asked.exception() is not None:
+            return
+        answer = asked.result()
+        if answer[0] == b"index":
+            held.index, held.raced = int(answer[1]), bool(answer[3])
+            self._note(held.token, held)
+            self._record_return(held)
+            return
+        self._held.pop(held.token, None)
+        if answer[0] == b"wait" and answer[1] == b"racing":
+            self._rival(held, answer)
+        self._note_wait(held)
+
+    def _record_return(self, held: Held) -> None:
+        """Write down that an index was issued which no request has: else a store that forgets would not be told."""
+        if self._ledger is not None:
+            gateway = self._store.terms.gateway
+            self._ledger.closed(given_back(held.key, held.ask, held.index, raced=held.raced, gateway=gateway))
+
+    def _note_wait(self, held: Held) -> None:
+        """Who waited for a rival had no index. A store that forgets must know that its retry is not another's."""
+        if held.asked is None:
+            return
+        self._note(self._store.number(), held)
+        if self._ledger is not None:
+            self._ledger.closed(waited(held.key, held.ask.raw, *held.asked))
 
     def _give_back(self, held: Held) -> None:
         """Who asked is gone. If the claim was made, or is made yet, it is over."""
@@ -640,6 +694,9 @@ class SharedRun:
             held.known = max(held.known, state)
             if outcome == b"done":
                 held.noted |= state == COMPLETE
+                if held.index < 0 and held.scope:  # the claim was made, and its answer was lost
+                    held.index, held.raced = int(answer.result()[2]), bool(answer.result()[3])
+                    self._record_return(held)
                 self._note(number, held)
             if held.known == SETTLED:
                 self._held.pop(held.token, None)
@@ -668,8 +725,14 @@ class SharedRun:
             return await waiter.outcome
         except asyncio.CancelledError:
             if not waiter.outcome.cancelled() and waiter.outcome.exception() is None:
-                self._finish(waiter.held, used=False)  # it was given an index in the moment in which it left
+                self._record_return(waiter.held)  # it was given an index in the moment in which it left
+                self._finish(waiter.held, used=False)
                 self._wake(held.scope)
+            elif not waiter.asking:
+                self._note_wait(waiter.held)
+            raise
+        except Fault:
+            self._note_wait(waiter.held)
             raise
         finally:
             timer.cancel()
@@ -710,19 +773,19 @@ class SharedRun:
         held = waiter.held
         if asked.exception() is not None:
             # Who asks again does so as somebody else: what this asking came to is not known.
-            if not waiter.outcome.done():
-                waiter.held = Held(held.key, held.ask, held.scope, held.session)
+            if waiter.outcome.done():
+                self._note_wait(held)
+            else:
+                waiter.held = Held(held.key, held.ask, held.scope, held.session, asked=held.asked)
                 if waiter.final:
                     waiter.outcome.set_exception(self._link.fault())
             self._give_back(held)
             return
         answer = asked.result()
         if waiter.outcome.done():
+            self._came_late(held, asked)
             if answer[0] == b"index":
-                held.index = int(answer[1])
                 self._give_back(held)
-            else:
-                del self._held[held.token]
             return
         if answer[0] != b"index":
             del self._held[held.token]
@@ -731,7 +794,7 @@ class SharedRun:
         elif answer[0] == b"wait":
             if answer[1] == b"racing":
                 waiter.raced = True
-                self._race(held.scope)
+                self._rival(held, answer)
         else:
             try:
                 waiter.outcome.set_result(self._outcome(held, answer))
@@ -757,8 +820,10 @@ class SharedRun:
         if number >= self._told and not (number < 0 and self._forgot):
             return Telling()
         if self._ledger is None or self._folder is None or self._remembers(number):
-            recent = {each.token: each for told, each in self._recent if told > number and each.index >= 0}
-            return Telling(fate.deed() for fate in _fates([*recent.values()]))
+            recent = {each.token: each for told, each in self._recent if told > number}
+            claims = [each for each in recent.values() if each.index >= 0]
+            waits = [_wait(each) for each in recent.values() if each.index < 0 and each.asked is not None]
+            return Telling([*(fate.deed() for fate in _fates(claims)), *waits])
         self._ledger.flush()
         live: deeds.Live = {}
         for each in self._held.values():
@@ -833,6 +898,12 @@ class SharedRun:
 
 def _token(held: Held) -> str:
     return ("o" if held.state == CLAIMED else "e") + str(held.token)
+
+
+def _wait(held: Held) -> Deed:
+    """What a claim that waited for a rival in vain has to tell."""
+    assert held.asked is not None
+    return deeds.wait(held.key.session, held.key.identity, held.ask.raw, *held.asked)
 
 
 def _fates(claims: Iterable[Held]) -> Iterable[Fate]:

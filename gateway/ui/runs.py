@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from gateway.evidence.causes import CAUSES, MARKS, Cause
+from gateway.ledger.about import Broken, about
 from gateway.ui.frame import count, note, sign, table
 from gateway.ui.html import Inner, Markup, link, name, render, tag
 
@@ -28,22 +29,33 @@ class About(NamedTuple):
     state: str
     started: float
     bytes: int
+    broken: str | None = None
+    """Why no more is known."""
 
 
 def listed(ledger: Path) -> tuple[list[About], int]:
     """The latest runs, the last first, and how many there are in all."""
     if not ledger.is_dir():
         return [], 0
-    folders = [folder for folder in ledger.iterdir() if (folder / "run.json").is_file()]
-    latest = nlargest(RUNS, folders, key=lambda folder: (folder.stat().st_ctime, folder.name))
-    found = []
-    for folder in latest:
-        with suppress(OSError, orjson.JSONDecodeError, AttributeError, TypeError, ValueError):
-            told = orjson.loads((folder / "run.json").read_bytes())
-            size = sum(file.stat().st_size for file in folder.glob("*.jsonl"))
-            found.append(About(folder.name, str(told.get("state")), float(told.get("started") or 0), size))
+    folders = []
+    for folder in ledger.iterdir():
+        with suppress(OSError):  # it was removed meanwhile, or is no folder
+            if (folder / "run.json").lstat():
+                folders.append((folder.stat().st_ctime, folder.name, folder))
+    found = [_about(folder) for *_, folder in nlargest(RUNS, folders)]
     found.sort(key=lambda about: (-about.started, about.name))
     return found, len(folders)
+
+
+def _about(folder: Path) -> About:
+    try:
+        told = about(folder) or {}
+        size = sum(file.stat().st_size for file in folder.glob("*.jsonl"))
+    except Broken as broken:
+        return About(folder.name, "broken", 0, 0, f"{broken.file.name}: {broken.why}")
+    except OSError as error:
+        return About(folder.name, "broken", 0, 0, error.strerror or "it cannot be read")
+    return About(folder.name, str(told.get("state")), float(told.get("started") or 0), size)
 
 
 def runs(found: list[About], total: int, own: str) -> Iterator[Markup]:
@@ -55,7 +67,7 @@ def runs(found: list[About], total: int, own: str) -> Iterator[Markup]:
             (name(about.name), " ", tag("small", "this gateway's own") if about.name == own else None),
             _state(about, own),
             moment(about.started) if about.started else "not known",
-            size(about.bytes),
+            size(about.bytes) if about.broken is None else "not known",
             (
                 link("requests", "requests", tag("span", f" of {about.name}", class_="sr"), run=about.name),
                 " · ",
@@ -98,15 +110,17 @@ def choice(found: list[About], chosen: tuple[str, str], answers: bool = False) -
     )
 
 
-def _state(about: About, own: str) -> Markup:
-    if about.name == own:
+def _state(one: About, own: str) -> Markup:
+    if one.name == own:
         return sign("good", "goes on")
+    if one.broken is not None:
+        return render((sign("bad", "broken"), ": ", tag("bdi", one.broken)))
     known = {
         "open": ("warn", "another process has it, or died with it"),
         "ended": ("good", "ended"),
         "shared": ("quiet", "of several gateways"),
     }
-    return sign(*known.get(about.state, ("quiet", "not known")))
+    return sign(*known.get(one.state, ("quiet", "not known")))
 
 
 # --- sessions

@@ -16,7 +16,7 @@ import orjson
 
 from gateway.evidence.diff import compare
 from gateway.evidence.ledgers import find
-from tests.evidence.ledger import request
+from tests.evidence.ledger import Records, request
 
 TURNS = 4
 BATCH = 1000
@@ -28,13 +28,15 @@ def ledger(folder: Path, requests: int, differs: int) -> None:
     sessions = max(1, requests // TURNS)
     with (folder / "1-1.jsonl").open("wb") as file:
         for start in range(0, requests, BATCH):
-            batch = []
+            batch: Records = []
             for number in range(start, min(requests, start + BATCH)):
                 turn, session = divmod(number, sessions)
                 name = f"task-{session // 4}:{session % 4}"
                 digest = md5(f"{name} {turn}".encode()).hexdigest()
                 answer = "another" if differs and number % differs == differs - 1 else digest[::-1]
-                batch += request(name, turn, prompt=digest, answer=answer, group=f"task-{session // 4}")
+                opened, closed = request(name, turn, prompt=digest, answer=answer, group=f"task-{session // 4}")
+                names = {each: opened[each] for each in ("run", "session", "identity", "index")}
+                batch += [opened, {"event": "complete", **names}, closed]
             file.write(b"".join(orjson.dumps(record) + b"\n" for record in batch))
 
 

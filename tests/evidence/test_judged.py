@@ -235,6 +235,10 @@ def test_what_was_shared_by_a_retry_is_another_history(compared: Compare) -> Non
     assert (found.cause, found.answers_equal) == ("other-retries", True)
 
 
+STICKY: dict[str, Any] = {"sticky": True, "candidates": ["p"], "loads": None}
+FOLLOWS = "it follows the first choice of its session (routing.key: session)"
+
+
 @pytest.mark.parametrize(
     ("a", "b", "pools", "words"),
     [
@@ -243,6 +247,11 @@ def test_what_was_shared_by_a_retry_is_another_history(compared: Compare) -> Non
         ({"loads": {"p": 0, "q": 1}}, {"loads": {"p": 0}}, ("x", "x"), "it could go to p, q in A, p in B"),
         ({"loads": {"p": 0}}, {"loads": {"p": 2}}, ("x", "x"), "it was chosen by load, which was p 0 in A, p 2 in B"),
         ({}, {}, ("x", "x"), "a replica was down, drained, added or removed"),
+        (STICKY, STICKY, ("x", "x"), f"{FOLLOWS}, which had gone to another in each run"),
+        (STICKY, {"loads": {"p": 0}}, ("x", "x"), f"in A {FOLLOWS}; in B it was chosen anew"),
+        ({"loads": {"p": 0}}, STICKY, ("x", "x"), f"in B {FOLLOWS}; in A it was chosen anew"),
+        (STICKY, {"flags": ["home-down"]}, ("x", "x"), "in B its home was down"),
+        (STICKY, STICKY, ("x", "y"), "the pool has x in A, y in B"),
     ],
 )
 def test_why_another_replica(

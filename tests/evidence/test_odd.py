@@ -116,7 +116,11 @@ def test_a_digest_that_is_none_ends_a_replay(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     ("deciding", "why"),
-    [("x", "deciding cannot be 'x'"), ({"seed": "x"}, "seed cannot be 'x'"), ({"pools": {"p": 1}}, "pools cannot be")],
+    [
+        ("x", "deciding is of another type"),
+        ({"seed": "x"}, "seed cannot be 'x'"),
+        ({"pools": {"p": 1}}, "pools cannot be"),
+    ],
 )
 @pytest.mark.parametrize("command", [["diff", "r", "r"], ["replay", "plans", "r"]])
 def test_odd_settings_of_a_run_are_refused(
@@ -126,3 +130,32 @@ def test_odd_settings_of_a_run_are_refused(
     (run / "run.json").write_text(json.dumps({"run": "r", "deciding": deciding}))
     assert main([*command, "--ledger", str(tmp_path)]) == 2
     assert f"r/run.json: {why}" in capsys.readouterr().err
+
+
+ODD_FILES = {"empty": b"", "half-written": b'{"run": "r", "deci', "no UTF-8": b'{"run": "\xff"}', "no object": b"[]"}
+
+
+@pytest.mark.parametrize("content", ODD_FILES.values(), ids=ODD_FILES)
+@pytest.mark.parametrize(
+    "command",
+    [["diff", "r", "r"], ["replay", "plans", "r"], ["replay", "requests", "r", "--url", "http://127.0.0.1:9"]],
+)
+def test_a_broken_file_beside_the_records_is_not_taken_for_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], content: bytes
+) -> None:
+    run = write(tmp_path / "r", request("s", 0))
+    (run / "run.json").write_bytes(content)
+    assert main([*command, "--ledger", str(tmp_path)]) == 2
+    why = "it is no JSON object" if content == b"[]" else "it is no JSON"
+    assert f"r/run.json: {why}. " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [*ODD_FILES.values(), b'{"run": "b"}'], ids=[*ODD_FILES, "other"])
+def test_broken_notes_of_a_replay_are_not_taken_for_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "ledger" / "r", request("s", 0, request_body="{}", request_bytes=2))
+    (tmp_path / "b.replay.json").write_bytes(content)
+    assert main(["replay", "requests", "r", "--run", "b", "--url", "http://127.0.0.1:9"]) == 2
+    assert "b.replay.json: it " in capsys.readouterr().err

@@ -287,3 +287,20 @@ async def test_seeds_of_single_prompts_come_out_the_same(tmp_path: Path, capsys:
             assert told.status_code == 200
     status, found = replay(capsys, tmp_path / "a")
     assert (status, found["checked"]["seed"], found["differences"]) == (0, 2, [])
+
+
+def test_an_index_that_no_request_has_because_its_own_had_left_is_issued_all_the_same(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    each = [request("s", index, digest=f"{index:032x}", key=None, repeat=0) for index in (0, 1, 2)]
+    given = write(tmp_path / "run", *each)
+    [file] = given.glob("*.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    left = next(each for each in records if each["event"] == "opened" and each["index"] == 1)
+    rest = [each for each in records if each.get("index") != 1]
+    names = ("run", "session", "identity", "index", "order", "digest", "content", "key", "repeat", "flags")
+    gone = {"event": "given_back", **{name: left[name] for name in names}}
+    for told, differs in ((rest, True), ([*rest[:2], gone, *rest[2:]], False)):
+        file.write_text("".join(json.dumps(each) + "\n" for each in told))
+        _, found = replay(capsys, given)
+        assert ("index" in {each["what"] for each in found["differences"]}) is differs

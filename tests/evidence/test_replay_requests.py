@@ -211,7 +211,8 @@ async def test_a_gateway_that_is_gone_stops_it_and_the_same_command_goes_on(tmp_
 
 def test_keys_are_kept_for_their_owner_alone_and_for_their_run(tmp_path: Path) -> None:
     file = tmp_path / "notes.json"
-    file.touch(0o644)
+    file.write_text('{"run": "other", "of": "a", "keys": {}}')
+    file.chmod(0o644)
     Notes.kept(file, "b", "a").add({"s": "secret"})
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     notes = Notes.kept(file, "b", "a")

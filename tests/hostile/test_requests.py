@@ -237,6 +237,37 @@ async def test_a_compressed_body_is_refused_and_the_message_says_so(carrier: Car
         assert plain.status_code == 200
 
 
+CODED = {"gzip": 415, "br": 415, "zstd": 415, "x-gzip": 415, "GZIP": 415, "identity, gzip": 415, "made-up": 415}
+CODED |= {"": 200, "identity": 200, "Identity": 200, "identity, identity": 200, ",": 200}
+
+
+@pytest.mark.parametrize("carrier", ["http1", "asgi"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_whether_a_body_is_encoded_its_header_says_and_not_its_looks(carrier: CarrierName, stream: bool) -> None:
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), carrier=carrier) as gate:
+        for coding, status in CODED.items():
+            given = {"content-encoding": coding}
+            got = await gate.http.post("/v1/chat/completions", json=chat(stream=stream), headers=given)
+            assert got.status_code == status, coding
+            if status == 415:
+                assert got.json()["error"]["code"] == "encoded_body"
+            for path, asked in (("/abort_request", {"rid": "x"}), ("/sessions", {"identity": "x"})):
+                answer = await gate.http.post(path, json=asked, headers=given)
+                assert (answer.status_code == 415) is (status == 415), (path, coding)
+        several = [("content-encoding", "gzip"), ("content-encoding", "identity")]
+        assert (await gate.http.post("/v1/chat/completions", json=chat(), headers=several)).status_code == 415
+        assert (await gate.http.get("/v1/models", headers={"content-encoding": "gzip"})).status_code == 200
+        assert {seen.header("content-encoding") for seen in worker.seen} == {None}
+
+
+async def test_a_plain_proxy_passes_what_is_encoded_with_the_word_for_it() -> None:
+    body = gzip.compress(json.dumps(chat()).encode())
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), profile="off") as gate:
+        await gate.http.post("/v1/chat/completions", content=body, headers={"content-encoding": "gzip"})
+        [seen] = [each for each in worker.seen if each.target == "/v1/chat/completions"]
+        assert (seen.body, seen.header("content-encoding")) == (body, "gzip")
+
+
 async def test_what_names_a_request_cannot_add_lines_to_a_head() -> None:
     """Session ids, identities and request ids hold anything but control characters; they stay one value each."""
     names = ["a: b", "x;y,z", 'q"uo\\te', "é\u2028x", "%0d%0aX-Evil: 1", "~1", "a/b?c#d", "..", "\u202e"]

@@ -20,6 +20,7 @@ SESSION = {
 SOUND: list[dict[str, Any]] = [
     OPENED,
     OPENED | {"order": "client", "content": "c"},
+    OPENED | {"event": "given_back"},
     {"event": "waited", "session": "s", "identity": "s", "digest": "ab", "asked": -2, "repeat": 1},
     {"event": "complete", **REQUEST},
     {"event": "closed", **REQUEST, "used": False},

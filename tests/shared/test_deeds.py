@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 
+from gateway.core.indexing import LATE, MANY, NONE
+from gateway.ledger.shapes import Unreadable
 from gateway.shared import deeds
-from gateway.shared.part import Memory
+from gateway.shared.part import Memory, Terms
 
 REPEAT, RACED, STANDS, TOKENS = 7, 8, 9, 11
 
@@ -103,3 +106,48 @@ def test_who_took_part_is_known_to_who_comes_later_in_the_folder(tmp_path: Path)
     with (tmp_path / "gateways.txt").open("a") as file:
         file.write("torn")
     assert deeds.known(tmp_path) == ["g", "h", "k"]
+
+
+def waited(asked: int, repeat: int = 0) -> dict[str, Any]:
+    return {"event": "waited", "session": "s", "identity": "me", "digest": "ab", "asked": asked, "repeat": repeat}
+
+
+def test_an_index_that_a_request_left_in_the_moment_of_getting_it_is_released(tmp_path: Path) -> None:
+    left = opened("g", 1, repeat=2) | {"event": "given_back", "flags": ["racing"]}
+    written(tmp_path, "1", opened("g", 0), closed(0, used=True), left)
+    telling = deeds.told(tmp_path, "g", {})
+    [_, deed] = telling.deeds
+    assert (deed[4], deed[REPEAT], deed[RACED], deed[STANDS], list(telling.others)) == (1, 2, 1, "r", [])
+
+
+def test_who_came_after_one_that_waited_in_vain_with_its_bytes_is_another_unless_it_is_a_later_retry(
+    tmp_path: Path,
+) -> None:
+    for repeat, how in ((0, "m"), (1, "u")):
+        again = [opened("g", 0, repeat=repeat), closed(0, used=False), opened("g", 0, repeat=2), closed(0, used=True)]
+        written(tmp_path, "1", waited(NONE), *again)
+        [deed, vain] = deeds.told(tmp_path, "g", {}).deeds
+        assert (deed[STANDS], vain[STANDS], vain[4], vain[REPEAT]) == (how, "w", NONE, 0)
+
+
+def test_of_several_vain_waits_the_one_that_knew_of_more_is_told(tmp_path: Path) -> None:
+    for first, last, stands_for in ((MANY, NONE, MANY), (NONE, MANY, MANY), (LATE, LATE, LATE), (NONE, 3, 3)):
+        written(tmp_path, "1", waited(first, 1), waited(last))
+        [vain] = deeds.told(tmp_path, "g", {}).deeds
+        assert (vain[4], vain[REPEAT]) == (stands_for, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *((deeds.MEMORY, content) for content in (b"", b'[1,"na', b"{}", b'[1,"a",2]', b'[true,"a"]', b'["1","a"]')),
+        ("run.json", b'{"reloaded'),
+        (deeds.GATEWAYS, b"g\xff\n"),
+    ],
+)
+def test_what_is_broken_of_what_was_known_is_not_taken_for_nothing(tmp_path: Path, name: str, content: bytes) -> None:
+    ours = Terms("g", b"{}", 1.0, 1.0, 1.0)
+    assert (deeds.recall(tmp_path), deeds.known(tmp_path), deeds.terms(tmp_path, ours)) == (Memory(), [], ours)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(Unreadable, match=rf"{name}: .* Put it back from a copy"):
+        deeds.recall(tmp_path), deeds.known(tmp_path), deeds.terms(tmp_path, ours)

@@ -135,7 +135,10 @@ class Both:
             3600_000,
         )
         if isinstance(by_rule, Wait):
-            assert answer == [b"wait", by_rule.why.encode()]
+            stands = []
+            if by_rule.why == "racing" and ask.key is None:
+                stands = [self.scopes[step.identity].asked[ask.raw].index]
+            assert answer == [b"wait", by_rule.why.encode(), *stands]
         elif isinstance(by_rule, Conflict):
             assert answer[0] == b"refused"
             same = refused(answer[1].decode(), answer[2].decode())

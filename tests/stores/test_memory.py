@@ -361,3 +361,56 @@ async def test_after_a_restart_no_retry_of_who_waited_in_vain_is_taken_for_anoth
         for one, other in zip(before, after, strict=True):
             assert "retry-unmatched" not in one.flags or "retry-shared" not in other.flags, seed
     assert same > 790
+
+
+async def hurried_story(seed: int, folder: Path, *, exclusive: bool) -> tuple[Scope, Scope]:
+    """A counter, and the same after a restart, where many leave or come in the very moment of a hand-over."""
+    draw, told, store, key = random.Random(seed), Told(), MemoryStore(), scope("s")
+    store.restore(RUN, folder, [])
+    store.serve(RUN, folder, cast(Ledger, told))
+    live: list[int] = []
+    waiting: list[asyncio.Task[None]] = []
+
+    async def claims(body: str, repeat: int) -> None:
+        ask = plain(body, repeat=repeat, exclusive=exclusive)
+        claim = await store.claim(key, ask, 1000.0 if exclusive else draw.choice([0.0, 1000.0]))
+        live.append(claim.index)
+        told.records.append(opened(claim.index, body, *claim.flags) | {"repeat": repeat})
+
+    async def end(index: int, *, used: bool) -> None:
+        raced = await store.complete(key, index)
+        told.records.append(over("closed", index, used=used) | {"racing": raced})
+        await store.settle(key, index, used=used)
+
+    for _ in range(draw.randrange(4, 16)):
+        chance = draw.random()
+        if chance < 0.5:
+            waiting.append(asyncio.create_task(claims(draw.choice("xy"), draw.choice([0, 0, 1, 2]))))
+        elif live:
+            await end(live.pop(draw.randrange(len(live))), used=draw.random() < 0.4)
+            if draw.random() < 0.5:
+                waiting.append(asyncio.create_task(claims("x", 0)))
+            for each in waiting:
+                if draw.random() < 0.4:
+                    each.cancel()
+        for _ in range(draw.randrange(3)):
+            await asyncio.sleep(0)
+    await stop(*waiting)
+    while live:
+        await end(live.pop(), used=draw.random() < 0.5)
+    again = MemoryStore()
+    again.restore(RUN, folder / "again", told.records)
+    return store._scope(key), again._scope(key)
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+async def test_who_leaves_in_the_moment_of_a_hand_over_leaves_the_same_counter_after_a_restart(
+    tmp_path: Path, exclusive: bool
+) -> None:
+    for seed in range(800):
+        before, after = await hurried_story(seed, tmp_path, exclusive=exclusive)
+        assert (after.next, dict(after.released), set(after.raced)) == (
+            before.next,
+            dict(before.released),
+            set(before.raced),
+        ), seed

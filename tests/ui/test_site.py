@@ -205,3 +205,31 @@ async def test_a_failure_says_nothing_of_the_inside_and_the_log_says_why(monkeyp
         assert "its log says why" in text
         assert "Traceback" not in text
         assert str(gate.ledger) not in text
+
+
+BROKEN = {"empty": b"", "half-written": b'{"run": "r", "sta', "no UTF-8": b'{"run": "\xff"}', "no object": b"[]"}
+BROKEN |= {"typed": b'{"run": "r", "started": "soon"}', "stately": b'{"run": "r", "state": "ajar"}'}
+
+
+async def test_a_list_of_runs_shows_those_that_are_broken_and_why(tmp_path: Path) -> None:
+    for name, content in BROKEN.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_bytes(content)
+    (tmp_path / "a folder" / "run.json").mkdir(parents=True)
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "run.json").symlink_to("nowhere")
+    given: dict[str, Any] = {"ledger": {"path": str(tmp_path)}, "run": "own"}
+    async with FakeWorker() as worker, gateway(pool("policy", worker.url), **given) as gate:
+        text = (await read(gate, "runs")).text
+        assert "✓ goes on" in text
+        for name, why in {
+            **dict.fromkeys(("empty", "half-written", "no UTF-8"), "it is no JSON"),
+            "no object": "it is no JSON object",
+            "typed": "started is of another type",
+            "stately": "state is none that a run has",
+            "a folder": "Is a directory",
+        }.items():
+            row = text[text.rindex(name, 0, text.rindex("requests of " + name)) :]
+            assert row[len(name) :].lstrip().startswith(f"✕ broken: run.json: {why}"), name
+        told = await read(gate, "diff?a=empty&b=own", 503)
+        assert "empty/run.json" in told.text

@@ -1,6 +1,7 @@
 -- Take an index. Gives what came of it first:
 --   away: the gateway must take part anew (take_part.lua)        fenced: the session may have been forgotten in part
---   wait, why                                                    refused, code, index
+--   wait, why; of a rival, without a key, also what the bytes stand for now (rule.lua)
+--   refused, code, index
 --   index, index, reused, raced, rivals, flag, fenced
 local gateway, connection, token, name, session = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local kind, raw, content, number, key = ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10]
@@ -111,8 +112,9 @@ else
             asked.live = asked.live + 1
         end
         write_asked(raw, asked)
-    elseif why == 'racing' and not final and not waited then
-        write_asked(raw, noted(asked, raw, latest == 0 and NONE or LATE, latest, false))
+    elseif why == 'racing' and not final and not (waited and asked) then
+        asked = noted(asked, raw, latest == 0 and NONE or LATE, latest, false)
+        write_asked(raw, asked)
     end
 end
 
@@ -123,6 +125,9 @@ if not index then
     end
     head.waits = 1
     close()
+    if why == 'racing' and asked then
+        return {'wait', why, asked.index}
+    end
     return {'wait', why}
 end
 

@@ -4,7 +4,9 @@
 --   scope, session, kind, bytes, index, content, key, latest repeat, whether it raced, how it stands, what it is about,
 --   and its live claims by their tokens, each with "o" or "e" before it, parted by commas
 -- Kind is "n" where the client numbered. It stands "u" (used), "r" (released), "m" (used, and of its bytes many asked) or
--- "x" (used, and known to be given twice). Told again it changes nothing. What another has told already stays: used wins.
+-- "x" (used, and known to be given twice). "w" is no index, but what bytes stood for when one of them, of such a repeat,
+-- had waited for a rival in vain: -1, -2 and -3 as in rule.lua. Told again it changes nothing. What another has told
+-- already stays: used wins.
 -- Of an index that went to another before it was told of nothing is taken in, and its session is fenced from then on: that
 -- is told once, as the ends of the lost are (beat.lua).
 local gateway, memory = ARGV[1], ARGV[2]
@@ -34,11 +36,33 @@ local function fence(session, index, about)
     put(session, 'F')
 end
 
+-- Two requests of the same bytes are told from one and its retries by their repeats, which count upwards.
+local function tell_wait(raw, index, latest)
+    local asked = read_asked(raw) or {index = index, latest = latest, live = 0}
+    local before = asked.index
+    if before >= 0 and before ~= index and (index >= MANY or asked.latest <= latest) then
+        asked.index = MANY
+        own(before, raw)
+    elseif before < MANY and index >= MANY then
+        asked.index = index
+    end
+    if asked.index == MANY then
+        own(index, raw)
+    end
+    asked.latest = math.max(asked.latest, latest)
+    write_asked(raw, asked)
+end
+
 local function tell(at)
     local session, kind, raw, index = ARGV[at + 1], ARGV[at + 2], ARGV[at + 3], tonumber(ARGV[at + 4])
     local content, key, latest, race = ARGV[at + 5], ARGV[at + 6], tonumber(ARGV[at + 7]), ARGV[at + 8] == '1'
     local stands, about, tokens = ARGV[at + 9], ARGV[at + 10], ARGV[at + 11]
     open(ARGV[at], call('HGET', H, ARGV[at]))
+    if stands == 'w' then
+        tell_wait(raw, index, latest)
+        close()
+        return
+    end
     local bound = read_bound(index)
     local fresh = not bound
     if kind ~= 'n' then
@@ -80,7 +104,9 @@ local function tell(at)
     end
     local asked = not named and (read_asked(raw) or {index = index, latest = latest, live = 0})
     if asked and fresh then
-        if stands == 'm' or (asked.index ~= index and asked.index >= MANY) then
+        -- Another waited with these bytes. One that raced may have waited itself, and that may be what was kept.
+        local waited = asked.index < MANY and (latest < asked.latest or (latest == asked.latest and not race))
+        if stands == 'm' or waited or (asked.index ~= index and asked.index >= MANY) then
             own(asked.index, raw)
             own(index, raw)
             asked.index = MANY
