@@ -180,12 +180,15 @@ async def simulated(engine: str) -> Found:
     for role in ("generate", "reward"):
         async with AsyncExitStack() as stack:
             settings: dict[str, Any] = {"scale_out": True} if role == "generate" else {"prefix_cache": False}
-            server, _ = await stack.enter_async_context(serving(engine, role=role, **settings))
-            made = pool(role, server.url, engine=engine, role=role, models=["sim-model"], deterministic="declared")
-            clients = [(await stack.enter_async_context(gateway(made))).http for _ in range(2)]
-            strict = await stack.enter_async_context(gateway(made, profile="strict", guards={"clones": "warn"}))
+            gates = []
+            own: list[dict[str, Any]] = [{}, {}, {"profile": "strict", "guards": {"clones": "warn"}}]
+            for each in own:  # a server shared by gateways that know nothing of each other has foreign traffic
+                server, _ = await stack.enter_async_context(serving(engine, role=role, **settings))
+                made = pool(role, server.url, engine=engine, role=role, models=["sim-model"], deterministic="declared")
+                gates.append(await stack.enter_async_context(gateway(made, **each)))
+            *clients, strict = [gate.http for gate in gates]
             models = {role: "sim-model"}
-            found |= await ask_all(engine, clients, strict.http, models, role)
+            found |= await ask_all(engine, clients, strict, models, role)
     return found
 
 

@@ -439,7 +439,7 @@ class MemoryStore:
         elif outcome.exception() is None:
             index = outcome.result().index
             if (ledger := self._ledgers.get(key.run)) is not None:
-                ledger.closed(given_back(key, waiter.ask, index, raced=index in self._scopes[key].raced))
+                ledger.closed(given_back(key, waiter.ask, index, raced=index in self._claimed(key).raced))
             self._end(key, index, used=False)
             self._wake(key)
 
