@@ -111,3 +111,14 @@ def payload(event: bytes) -> bytes:
         return event[start + 6 :]
     lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines)
+
+
+_BEGINNINGS = (b"data:", b"event:", b"id:", b"retry:", b":")
+
+
+def payloads(stream: bytes) -> list[bytes] | None:
+    """What each event of a stream carries that was kept; None where it is no stream. A torn last one counts too."""
+    stream = stream.removeprefix(b"\xef\xbb\xbf").lstrip(b"\r\n")
+    if not stream.startswith(_BEGINNINGS):
+        return None
+    return [payload(event) for event in Splitter(len(stream) + 4).feed(stream + b"\n\n")]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.core.sse import Splitter, payload
+from gateway.core.sse import payloads
 
 ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 """Routes whose answers are turns."""
@@ -198,10 +198,10 @@ _WHOLE = ("response.completed", "response.incomplete")
 
 def _told(body: bytes) -> Any:
     """A whole answer; a stream's is put together."""
-    if not body.startswith((b"data:", b"event:", b":")):
+    carried = payloads(body)
+    if carried is None:
         return _json(body)
-    events = Splitter(len(body) + 4).feed(body + b"\n\n")
-    told = [_json(data) for event in events if (data := payload(event)).startswith(b"{")]
+    told = [_json(data) for data in carried if data.startswith(b"{")]
     if any(event.get("type") == "message_start" for event in told):
         return {"content": _blocks(told)}
     whole = [event["response"] for event in told if event.get("type") in _WHOLE]

@@ -10,7 +10,7 @@ import orjson
 
 from gateway.core import canonical
 from gateway.core.document import Document, Malformed
-from gateway.core.sse import Splitter, payload
+from gateway.core.sse import payloads
 
 SHOWN = 60
 """Characters of a value that are shown."""
@@ -114,10 +114,10 @@ def answers(a: bytes, b: bytes) -> list[Spot]:
 
 
 def _said(body: bytes) -> dict[str, Any] | None:
-    events = Splitter(len(body) + 4).feed(body + b"\n\n")
+    carried = payloads(body)
     try:
-        if body.startswith((b"data:", b"event:", b":")):
-            return _streamed([orjson.loads(data) for event in events if (data := payload(event)).startswith(b"{")])
+        if carried is not None:
+            return _streamed([orjson.loads(data) for data in carried if data.startswith(b"{")])
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
         return None

@@ -6,12 +6,13 @@ import re
 import tracemalloc
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.observer import Observer
 from gateway.core.seen import Observed
-from gateway.core.sse import Passing, Splitter, payload
+from gateway.core.sse import Passing, Splitter, payload, payloads
 from gateway.core.types import Api
 
 
@@ -35,6 +36,19 @@ def test_what_is_kept_of_a_long_event_is_bounded() -> None:
 def test_data_lines_are_joined() -> None:
     assert payload(b"event: x\nid: 7\ndata: {\ndata:}\r\n: comment") == b"{\n}"
     assert payload(b": keep-alive") == b""
+
+
+@pytest.mark.parametrize(
+    "before", ["", "id: 1\n", "retry: 10\r\n", "event: x\r", ": ping\n\n", "\ufeff", "\n\n", "\ufeffid:7\n"]
+)
+def test_a_kept_stream_is_known_by_how_it_begins(before: str) -> None:
+    kept = before.encode() + b'data: {"a":1}\n\ndata: [DONE]'
+    assert [data for data in payloads(kept) or () if data] == [b'{"a":1}', b"[DONE]"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b' {"data:": 1}', b"text", b"\xff"])
+def test_what_is_no_stream_carries_no_events(body: bytes) -> None:
+    assert payloads(body) is None
 
 
 # --- what the standard says, as it says it: one character after the other
