@@ -307,6 +307,8 @@ class _Merger:
             self._start(sending)
             await sending.pipe(partial(self._feed, position))
             self._emit(self._merging.end(position))
+            if not exchange.complete:
+                sending.outlive()
         else:
             body = self._bodies[position] = exchange.body
             try:
@@ -330,7 +332,7 @@ class _Merger:
 
     def _feed(self, position: int, data: bytes) -> bool:
         self._emit(self._merging.feed(position, data))
-        return False
+        return self._merging.done(position)
 
     def _emit(self, data: bytes) -> None:
         if data:

@@ -72,6 +72,10 @@ class StreamMerger:
             )
         return found
 
+    def done(self, child: int) -> bool:
+        """Whether a child has sent its last event."""
+        return child in self._done
+
     def end(self, child: int) -> bytes:
         """A child's stream has ended. What it left unfinished is no event."""
         self._splitters[child] = Splitter(_EVENT_LIMIT)

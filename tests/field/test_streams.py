@@ -369,6 +369,35 @@ async def test_the_last_event_is_the_end(route: Route, how: str, carrier: Carrie
         assert (ended["state"], ended["why"]) == ("ended", None)
 
 
+SEVERAL: list[tuple[Route, dict[str, Any]]] = [
+    (SGLANG_CHAT, {"n": 2, "temperature": 1}),
+    (SGLANG_COMPLETIONS, {"n": 2, "temperature": 1}),
+    (GENERATE, {"sampling_params": {"n": 2, "temperature": 1}}),
+]
+
+
+@both_carriers
+@pytest.mark.parametrize(("route", "fields"), SEVERAL, ids=[route.path for route, _ in SEVERAL])
+async def test_the_last_event_of_each_of_several_samples_is_the_end(
+    route: Route, fields: dict[str, Any], carrier: CarrierName
+) -> None:
+    """Whatever the engine does with a body that is over, the client has a clean end, and nothing is held for long."""
+
+    async def script(seen: Seen, reply: Reply) -> None:
+        reply.sse()
+        for event in route.events:
+            reply.chunk(event)
+        await reply.writer.drain()
+        await reply.gone()
+
+    async with FakeWorker(script) as worker, gateway(route.pool(worker.url), carrier=carrier) as gate:
+        answer = await gate.http.post(route.path, json=route.body(stream=True, **fields))
+        assert answer.content.endswith(b"data: [DONE]\n\n")
+        await gate.until(lambda: [end[:2] for end in ends(gate)] == [("delivered", True)])
+        await gate.until(lambda: all(not replica.load for replica in gate.gateway.fleet.replicas))
+        assert len(worker.seen) == 2
+
+
 TOLD: list[tuple[Route, dict[str, Any]]] = [
     *((route, {}) for route in (*ERRORS, SGLANG_CHAT, SGLANG_COMPLETIONS, SGLANG_MESSAGES)),
     *((route, {"n": 2}) for route in (CHAT, SGLANG_CHAT, SGLANG_COMPLETIONS)),
