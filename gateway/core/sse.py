@@ -66,30 +66,36 @@ class Passing:
     A client that met half an event could not read what is said of the break after it. Of an event longer than
     `limit` the pieces pass as they come."""
 
-    __slots__ = ("_limit", "rest", "torn")
+    __slots__ = ("_limit", "_rest", "torn")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self.rest = b""
-        """The beginning of an event that has not passed."""
+        self._rest = bytearray()
         self.torn = False
         """What has passed ends within an event."""
 
+    @property
+    def rest(self) -> bytes:
+        """The beginning of an event that has not passed."""
+        return bytes(self._rest)
+
     def feed(self, chunk: bytes) -> bytes:
         """What may pass now."""
-        if not self.rest and chunk.endswith(b"\n\n"):
+        rest = self._rest
+        if not rest and chunk.endswith(b"\n\n"):
             self.torn = False
             return chunk
-        data = self.rest + chunk
-        new = max(len(self.rest) - 2, 0)
-        end = max([found + len(blank) for blank in _ENDS if (found := data.rfind(blank, new)) >= 0], default=0)
+        new = max(len(rest) - 2, 0)
+        rest += chunk
+        end = max([found + len(blank) for blank in _ENDS if (found := rest.rfind(blank, new)) >= 0], default=0)
         if end:
             self.torn = False
-        if len(data) - end > self._limit:
+        if len(rest) - end > self._limit:
             self.torn = True
-            end = len(data)
-        self.rest = data[end:]
-        return data[:end]
+            end = len(rest)
+        passes = bytes(rest[:end])
+        del rest[:end]
+        return passes
 
 
 _ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
