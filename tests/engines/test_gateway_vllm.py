@@ -382,10 +382,10 @@ class TestLeaving:
     @pytest.mark.parametrize("stream", [False, True])
     def test_it_is_cancelled_in_the_engine(self, gate: Gate, vllm_pair: list[Server], stream: bool) -> None:
         # So many samples that they outlast a look at metrics, which a busy server may answer seconds late.
-        endless = chat(n=32, max_tokens=2000, ignore_eos=True, stream=stream)
+        endless = chat(n=128, max_tokens=2000, ignore_eos=True, stream=stream)
         with open_request(gate, CHAT, endless):
             deadline = time.monotonic() + 20
-            while sum(metric(server, RUNNING) for server in vllm_pair) != 32:
+            while not any(metric(server, RUNNING) for server in vllm_pair):
                 assert time.monotonic() < deadline
             assert in_flight(gate) == 1
         assert all(wait_metric(server, RUNNING, 0, seconds=1) for server in vllm_pair)
