@@ -114,12 +114,10 @@ class Pipeline:
             work.api = API_OF.get(location.route, "openai")
             if self.draining:
                 raise Busy("The gateway is shutting down. Ask another, or ask again later.", code="shutting_down")
-            if b"content-encoding" in request.fields and request.body and not self._off:
-                fields.plain(request.headers)
-            self._check_values(request.body)
             if self._sessions.shared:
                 await self._prepare(request, location)
             names, session = self._identify(work, request, location)
+            self._check_body(request)
             if self._local.owns(location.route):
                 await self._local.answer(location.route, request, client, session)
                 return
@@ -155,8 +153,14 @@ class Pipeline:
                 if self.draining and not self.serving:
                     self.drained.set()
 
-    def _check_values(self, body: bytes) -> None:
-        """Raise `TooLarge` for a body that would take seconds to read, in which nobody else would be served."""
+    def _check_body(self, request: Request) -> None:
+        """Raise `Encoded` for a body that no engine reads, `TooLarge` for one that would take seconds to read.
+
+        Nobody else would be served meanwhile.
+        """
+        body = request.body
+        if b"content-encoding" in request.fields and body and not self._off:
+            fields.plain(request.headers)
         if len(body) > 8 * self._most_values and body.lstrip(_BLANK)[:1] == b"{" and values(body) > self._most_values:
             raise TooLarge(
                 f"The body holds more than {self._most_values} strings, lists and objects. "

@@ -156,3 +156,11 @@ async def test_a_plain_proxy_counts_no_values_in_what_is_no_json() -> None:
     async with FakeWorker(script) as worker, gateway(pool("p", worker.url), profile="off", limits=limits) as gate:
         assert (await gate.http.post("/v1/chat/completions", content=body)).status_code == 200
         assert worker.seen[0].body == body
+
+
+async def test_whoever_has_no_key_learns_nothing_of_a_body() -> None:
+    auth = {"api_keys": ["sk-good-enough"]}
+    async with FakeWorker() as worker, gateway(pool("p", worker.url), limits={"body_values": 100}, auth=auth) as gate:
+        for headers in ({}, {"content-encoding": "gzip"}):
+            answer = await gate.http.post("/v1/chat/completions", content=DENSE["lists"], headers=headers)
+            assert answer.status_code == 401
